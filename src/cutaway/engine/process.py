@@ -1,0 +1,200 @@
+"""The engine process: `python -m cutaway.engine.process SOCKET`, started by `engine.channel.ProcessChannel`.
+
+It knows ids only. It takes messages between steps, without waiting while there is work and asleep when there is none.
+It ends in order on Stop and on SIGTERM, ignores SIGINT (Ctrl-C reaches the whole terminal group; the front decides), and
+ends at once when the front is gone: the front holds the other end of its standard input, which the kernel closes
+however the front dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from cutaway.checkpoints import open_checkpoint, resolve
+from cutaway.core.errors import CutawayError
+from cutaway.core.plan import Backend, Limits
+from cutaway.core.request import FinishReason, Output
+from cutaway.engine import messages
+from cutaway.engine.config import EngineConfig
+from cutaway.engine.engine import Engine
+from cutaway.engine.parts import Parts, load_module
+from cutaway.engine.trace import TraceWriter
+
+LINGER = 2000  # milliseconds given to the last message
+
+
+def one_line(error: BaseException) -> str:
+    """What a person is told of an error: its message if it is one of ours, else its type as well."""
+    text = " ".join(str(error).split())
+    if isinstance(error, CutawayError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def build(config: EngineConfig, parts: Parts) -> tuple[Engine, dict[str, Any]]:
+    """The engine that `config` asks for, and its figures: window, block_size, kv_blocks, limits, parts, backend.
+
+    The window is what one sequence may hold: the model's (or `max_model_len`), at most what the whole pool has room for.
+    """
+    module, _, function = config.backend.rpartition(":")
+    if not module:
+        raise CutawayError(f'backend must be "module:function", got {config.backend!r}')
+    backend: Backend = getattr(load_module(module), function)(config, parts)
+    facts: dict[str, Any] = getattr(backend, "info", dict[str, Any])()
+    kv = backend.kv()
+    window = config.max_model_len or facts.get("window") or open_checkpoint(resolve(config.model)).config.max_position
+    limits = Limits(
+        rows=config.max_num_seqs,
+        budget=config.max_num_batched_tokens,
+        chunk=config.max_num_batched_tokens,
+        window=min(window, (kv.num_blocks - 1) * kv.block_size),
+        block_size=kv.block_size,
+    )
+    trace = TraceWriter(config.trace) if config.trace else None
+    engine = Engine(backend, parts, limits, prefix_cache=config.prefix_cache, depth=config.depth, trace=trace)
+    info = {
+        "window": limits.window,
+        "block_size": limits.block_size,
+        "kv_blocks": kv.num_blocks,
+        "kv_bytes": kv.num_blocks * kv.bytes_per_block,
+        "rows": limits.rows,
+        "budget": limits.budget,
+        "depth": config.depth,
+        "prefix_cache": config.prefix_cache,
+        "backend": facts,
+        "parts": parts.report(),
+    }
+    return engine, info
+
+
+Receive = Callable[[bool], Sequence[messages.ToEngine]]  # (wait for one?) -> what has arrived
+Send = Callable[[messages.ToFront], None]
+
+
+def drive(engine: Engine, receive: Receive, send: Send) -> None:
+    """Messages, a step, its outputs; until Stop. A request that the engine refuses fails alone, with its line."""
+    while True:
+        outputs: list[Output] = []
+        arrived = receive(not engine.has_work)
+        for message in arrived:
+            match message:
+                case messages.Add():
+                    for new in message.requests:
+                        try:
+                            engine.add(new.request())
+                        except CutawayError as error:
+                            outputs.append(Output(new.id, [], finish_reason=FinishReason.ERROR, error=one_line(error)))
+                case messages.Abort():
+                    engine.abort(message.ids)
+                case messages.Stop():
+                    return
+                case messages.Start():
+                    raise CutawayError("the engine process was told to start twice")
+        if engine.has_work:
+            outputs += engine.step()
+        send(messages.Outputs(outputs, engine.stats()))
+
+
+class Link:
+    """The engine's end of the socket."""
+
+    def __init__(self, path: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop, never block: the front always reads
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER)
+        self._socket.connect(f"ipc://{path}")
+        self._decoder = messages.engine_decoder()
+
+    def receive(self, wait: bool) -> list[messages.ToEngine]:
+        arrived: list[messages.ToEngine] = []
+        if wait:
+            arrived.append(self._decoder.decode(self._socket.recv()))
+        with contextlib.suppress(zmq.Again):
+            while True:
+                arrived.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        return arrived
+
+    def send(self, message: messages.ToFront) -> None:
+        self._socket.send(messages.encode(message))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()  # waits for the last message, at most LINGER
+
+
+def run(link: Link) -> None:
+    """Loads what the first message asks for and serves it. Raises what goes wrong."""
+    start, *rest = link.receive(wait=True)
+    if not isinstance(start, messages.Start):
+        raise CutawayError("the first message to an engine process must be Start")
+    link.send(messages.Loading(f"loading {start.config.model}"))
+    engine, info = build(start.config, Parts(start.config.parts))
+    gc.collect()
+    gc.freeze()  # what is loaded lives as long as the process: the collector need not walk it in every full pass
+    link.send(messages.Ready(info))
+    backlog: list[messages.ToEngine] = rest
+
+    def receive(wait: bool) -> list[messages.ToEngine]:
+        first, backlog[:] = list(backlog), []
+        return first + link.receive(wait and not first)
+
+    drive(engine, receive, link.send)
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Sleeps until standard input closes, which is when the front has ended; then nobody is left to answer to."""
+    waiter = select.poll()
+    waiter.register(0, select.POLLIN)
+    while True:
+        waiter.poll()
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(0, 1):
+                break
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def main() -> None:
+    """Exit status: 0 after Stop or SIGTERM, 1 after a fault, which the front has been told in one line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _terminate)
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m cutaway.engine.process SOCKET (the front starts this; `cutaway serve` is for people)")
+    path = Path(sys.argv[1])
+    threading.Thread(target=_end_with_parent, args=(path.parent,), daemon=True).start()
+    link = Link(str(path))
+    status = 0
+    try:
+        run(link)
+    except Exception as error:
+        status = 1
+        if os.environ.get("CUTAWAY_DEBUG") == "1":
+            traceback.print_exc()
+        link.send(messages.Failed(one_line(error)))
+    finally:
+        link.close()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
