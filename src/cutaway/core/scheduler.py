@@ -1,11 +1,10 @@
 """Who runs in the next step, and with which memory (stage 10).
 
-A request *catches up*: it has known tokens (in-flight ones included) of which some are computed; the rest is pending.
-Prefill, decode, a slice of a prompt and the recomputation after a preemption are one thing with other numbers (vLLM V1).
-Each step serves the running rows first, then admits from the head of the queue. `computed` advances when a step is
-scheduled and `apply` brings what came of it, so that steps can be scheduled before earlier ones have answered.
-
-When memory runs out the row admitted last gives its blocks back, keeps its tokens and waits at the head of the queue.
+A request *catches up*: of its known tokens (in-flight ones included) some are computed; the rest is pending. Prefill, a slice
+of it, decode and recomputation after a preemption are one thing with other numbers (vLLM V1). `computed` advances when a step
+is scheduled, so that steps can be scheduled before earlier ones have answered; `apply` brings what came of them. Running rows
+come first, then the head of the queue. When memory runs out, the row admitted last gives its blocks back and waits at the
+head of the queue with its tokens.
 
 Invariants: running, then waiting, is the order of arrival, so the oldest request is never preempted, and each in turn becomes
 the oldest: all finish. A row is preempted only because an older one crosses into a new block, so at most as often as
@@ -23,6 +22,8 @@ from typing import Protocol
 
 from cutaway.core.plan import Limits, Schedule
 from cutaway.core.request import DoesNotFit, FinishReason, Request, Table
+
+Split = Callable[[Sequence[int], int, int], list[int]]  # (pending a row, budget, chunk) -> tokens a row
 
 
 class Cache(Protocol):
@@ -54,10 +55,9 @@ class Scheduler:
 
     cache    the only way to blocks; must be all free now
     limits   rows, budget, chunk, window, block_size
-    split    (pending a row, budget, chunk) -> tokens a row
     """
 
-    def __init__(self, cache: Cache, limits: Limits, split: Callable[[Sequence[int], int, int], list[int]] = whole_or_nothing):
+    def __init__(self, cache: Cache, limits: Limits, split: Split = whole_or_nothing):
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._cache = cache
@@ -68,19 +68,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request, which has its table. Raises DoesNotFit, with the figures, if it could never run to its end."""
         limits, longest = self._limits, request.max_total - 1  # the last token is emitted, never computed
-        asked = f"{request.num_prompt} prompt tokens and {request.params.max_tokens} to generate"
-        if request.max_total > limits.window:
-            raise DoesNotFit(f"{asked} make {request.max_total}, more than the window of {limits.window} tokens")
         blocks = -(-longest // limits.block_size)
-        if blocks > self._pool:
-            raise DoesNotFit(
-                f"{asked} need {blocks} blocks of {limits.block_size} tokens, more than the {self._pool} of the whole pool"
-                f" (window {limits.window}); shorten the request or serve with more --kv-blocks"
-            )
+        asked = f"{request.num_prompt} prompt tokens and {request.params.max_tokens} to generate"
+        if request.max_total > limits.window or blocks > self._pool:
+            have = f"the pool has {self._pool} and the window {limits.window} tokens"
+            raise DoesNotFit(f"{asked} need {blocks} blocks of {limits.block_size} tokens; {have}")
         if not self._split([longest], limits.budget, limits.chunk)[0]:
-            raise DoesNotFit(
-                f"{asked}: up to {longest} tokens are computed in one step, more than its budget of {limits.budget}"
-            )
+            raise DoesNotFit(f"{asked}: up to {longest} tokens in one step, more than its budget of {limits.budget}")
         self.waiting.append(request)
 
     def abort(self, id: int) -> None:
@@ -141,11 +135,7 @@ class Scheduler:
             assert r.in_flight >= 0 and sum(r.sent) <= r.computed, f"request {r.id}: {r.in_flight} in flight, sent {r.sent}"
             assert not _table(r).missing(r.computed), f"request {r.id}: its table is too short for {r.computed} tokens"
         for r in self.waiting:
-            assert not _table(r).blocks and not r.computed and not r.in_flight and not r.sent, (
-                f"request {r.id} waits with memory"
-            )
-        ids = [r.id for r in (*self.running, *self.waiting)]
-        assert len(set(ids)) == len(ids), "a request is queued twice"
+            assert not (_table(r).blocks or r.computed or r.in_flight or r.sent), f"request {r.id} waits with memory"
 
     def _make_room(self, request: Request, tokens: int, step: Schedule) -> bool:
         """Preempts from the end until the row's next tokens fit; False where the row itself had to go."""
@@ -185,7 +175,7 @@ class Scheduler:
         step.rows.append((request, start, tokens))
 
     def _admit(self, request: Request, budget: int, step: Schedule) -> int:
-        """Moves the head of the queue into the step if it and one token more fit; answers its tokens, 0 where it has to wait."""
+        """Moves the head of the queue into the step if it and one token more fit. Answers its tokens; 0: it has to wait."""
         table, size = _table(request), self._limits.block_size
         hits = self._cache.lookup(request.hashes[: (request.known - 1) // size])  # one token is left to compute
         table.extend(hits)
