@@ -1,0 +1,196 @@
+"""Paged attention by gathering (stage 07): the oracle of every kernel.
+
+Keys and values of a sequence lie in blocks scattered over the pool; its block table says where. `write_kv` puts new
+tokens into their slots; `paged_attention` gathers each row's blocks into one run and attends to it. A row is `n` query
+tokens, the last of its context: n = 1 is decode, n = the prompt is prefill, anything else a chunk or drafts to verify.
+
+Invariants: a query at position p sees exactly the keys at positions <= p (and > p - window); what lies in a block past
+the context, NaN included, never reaches the output.
+
+The engine calls `prepare` once a step and hands its result to every layer; without it both functions do the same work
+from the contract's arguments. The idea of the page table is PagedAttention's (Kwon et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+SUPPORTS = frozenset({"sliding_window"})
+
+PIECE = 256  # queries of one row attended to at once: bounds the mask, and skips most of what causality hides
+SMALL = 8  # rows of up to this many queries are stacked with others of their length
+PADDING = 768  # keys of padding that cost about as much as one more group
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows with one number of queries, attended to in one call. `spare` is false where no gathered key is past its row's
+    context, or where all such keys are known to be finite."""
+
+    tokens: Tensor | slice  # which of the step's tokens are its queries, row by row
+    rows: int
+    queries: int
+    context: int  # gathered keys a row, a multiple of the block size
+    lengths: NDArray[np.int64]  # [rows] context of each row's last query
+    blocks: Tensor  # int64 [rows * kv_heads * blocks a row]: index into the cache seen as [block * kv_head, ...]
+    spare: bool
+    masks: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def mask(self, window: int, group: int, dtype: torch.dtype) -> Tensor:
+        """0 where a query sees a key, -inf elsewhere: [rows, 1, queries * group, context]; made once a step and window."""
+        if window not in self.masks:
+            last = np.arange(self.queries)[None, :] + (self.lengths - self.queries)[:, None]  # each query's position
+            keys = np.arange(self.context)
+            seen = keys <= last[:, :, None]
+            if window:
+                seen &= keys > last[:, :, None] - window
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
+            if self.queries > 1:  # with one query the mask broadcasts over the heads of a group
+                mask = mask.repeat_interleave(group, 1)
+            self.masks[window] = mask.unsqueeze(1)
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the layers of one step share. writes: int64 [tokens * kv_heads], rows of the cache seen as [.., dim]."""
+
+    writes: Tensor | None
+    groups: list[Group]
+
+
+def prepare(
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    kv_heads: int,
+    block_size: int,
+    slots: Tensor | None = None,
+    finite: bool = False,
+) -> Plan:
+    """Groups the rows of a step. `finite` promises that the whole cache holds finite numbers, so that a mask is enough."""
+    tables, lengths = block_tables.numpy().astype(np.int64), context_lens.numpy().astype(np.int64)
+    starts = query_starts.numpy().astype(np.int64)
+    pieces: dict[int, list[tuple[int, int, int]]] = {}  # queries -> (row, first token, context of the last query)
+    for row, (start, stop, length) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), lengths.tolist(), strict=True)):
+        for first in range(start, stop, PIECE):
+            n = min(PIECE, stop - first)
+            pieces.setdefault(n, []).append((row, first, length - (stop - first) + n))
+    groups: list[Group] = []
+    for n, members in pieces.items():
+        for part in _buckets(members) if n <= SMALL else [[m] for m in members]:
+            groups.append(_group(n, part, tables, kv_heads, block_size, finite))
+    writes = None if slots is None else _write_rows(slots, kv_heads, block_size)
+    return Plan(writes, groups)
+
+
+def _buckets(members: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Rows of one group are gathered at its longest context. Splits where that would gather much more than there is."""
+    order = sorted(members, key=lambda m: -m[2])
+    buckets: list[list[tuple[int, int, int]]] = []
+    padding, longest = 0, 0
+    for index, member in enumerate(order):
+        saved = (longest - member[2]) * (len(order) - index)  # what a new bucket would spare the rest
+        if not buckets or padding + saved > PADDING:
+            buckets.append([])
+            padding, longest = 0, member[2]
+        padding += longest - member[2]
+        buckets[-1].append(member)
+    return [sorted(bucket) for bucket in buckets]
+
+
+def _group(
+    n: int, members: Sequence[tuple[int, int, int]], tables: NDArray[np.int64], kv_heads: int, block_size: int, finite: bool
+) -> Group:
+    rows, firsts, lengths = (np.array(column, dtype=np.int64) for column in zip(*members, strict=True))
+    blocks = -(-int(lengths.max()) // block_size)
+    used = np.arange(blocks) < -(-lengths // block_size)[:, None]
+    table = np.where(used, tables[rows, :blocks], 0)  # past a row's context a table may hold anything
+    gather = table[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
+    tokens = (firsts[:, None] + np.arange(n)).reshape(-1)
+    first, count = int(tokens[0]), len(tokens)
+    together = bool((tokens == np.arange(first, first + count)).all())
+    return Group(
+        tokens=slice(first, first + count) if together else torch.from_numpy(tokens),
+        rows=len(members), queries=n, context=blocks * block_size, lengths=lengths,
+        blocks=torch.from_numpy(gather.reshape(-1)),
+        spare=not finite and bool((lengths < blocks * block_size).any()),
+    )  # fmt: skip
+
+
+def _write_rows(slots: Tensor, kv_heads: int, block_size: int) -> Tensor:
+    block, offset = np.divmod(slots.numpy().astype(np.int64), block_size)
+    rows = (block[:, None] * kv_heads + np.arange(kv_heads)) * block_size + offset[:, None]
+    return torch.from_numpy(rows.reshape(-1))
+
+
+def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, *, plan: Plan | None = None) -> None:
+    """Writes k and v [tokens, kv_heads, dim] to `slots` [tokens] (block * block_size + offset) of the caches
+    [block, kv_head, block_size, dim], in place."""
+    _, kv_heads, block_size, dim = k_cache.shape
+    rows = plan.writes if plan is not None else None
+    if rows is None:
+        rows = _write_rows(slots, kv_heads, block_size)
+    k_cache.view(-1, dim).index_copy_(0, rows, k.reshape(-1, dim))
+    v_cache.view(-1, dim).index_copy_(0, rows, v.reshape(-1, dim))
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Causal attention of ragged rows over their paged contexts.
+
+    q             [tokens, heads, dim]; heads is a multiple of kv_heads, and heads h and h + 1 of one group share keys
+    k_cache, v_cache  [block, kv_head, block_size, dim]
+    block_tables  int32 [rows, blocks]; context_lens int32 [rows]: keys of each row, its queries' own included
+    query_starts  int32 [rows + 1]: row r owns queries query_starts[r] to query_starts[r + 1], the last of its context
+    window        a query sees only the latest `window` keys, its own included; 0: all
+    Answers [tokens, heads, dim].
+    """
+    _, kv_heads, block_size, _ = k_cache.shape
+    if plan is None:
+        plan = prepare(block_tables, context_lens, query_starts, kv_heads=kv_heads, block_size=block_size)
+    if len(plan.groups) == 1 and isinstance(plan.groups[0].tokens, slice):
+        return _attend(q, k_cache, v_cache, plan.groups[0], scale, window)
+    out = torch.empty_like(q)
+    for group in plan.groups:
+        out[group.tokens] = _attend(q[group.tokens], k_cache, v_cache, group, scale, window)
+    return out
+
+
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Group, scale: float, window: int) -> Tensor:
+    """One group. The query heads that share a key head lie beside each other as further queries: [rows, kv_heads,
+    queries * group, dim]. So keys are gathered once and never repeated, seven times the speed of `enable_gqa` in bf16."""
+    _, heads, dim = q.shape
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    shape = (rows.rows, kv_heads, rows.context, dim)
+    k = k_cache.view(-1, k_cache.shape[2] * dim).index_select(0, rows.blocks).view(shape)
+    v = v_cache.view(-1, k_cache.shape[2] * dim).index_select(0, rows.blocks).view(shape)
+    if rows.spare:  # -inf hides a finite score, not NaN, and 0 * NaN is NaN
+        past = torch.from_numpy(np.arange(rows.context) >= rows.lengths[:, None]).view(rows.rows, 1, rows.context, 1)
+        k, v = k.masked_fill_(past, 0.0), v.masked_fill_(past, 0.0)
+    mask = rows.mask(window, group, q.dtype)
+    if rows.queries == 1:
+        out = F.scaled_dot_product_attention(q.view(rows.rows, kv_heads, group, dim), k, v, attn_mask=mask, scale=scale)
+        return out.reshape(q.shape)
+    q = q.view(rows.rows, rows.queries, kv_heads, group, dim).transpose(1, 2).reshape(rows.rows, kv_heads, -1, dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.view(rows.rows, kv_heads, rows.queries, group, dim).transpose(1, 2).reshape(-1, heads, dim)

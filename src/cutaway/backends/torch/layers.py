@@ -1,0 +1,126 @@
+"""The few layers of the decoder: linear maps with packed weights, RMS norm, rotary positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cutaway.checkpoints.config import ModelConfig, RopeScaling
+
+_pointwise = torch.ops.mkldnn._linear_pointwise.default  # pyright: ignore[reportPrivateUsage]
+_pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary  # pyright: ignore[reportPrivateUsage]
+
+
+class Linear:
+    """y = x W^T + b with W [out, in]. Raises nothing of its own."""
+
+    __slots__ = ("bias", "nbytes", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        self.weight = weight
+        self.bias = bias
+        self.nbytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)"""
+        return F.linear(x, self.weight, self.bias).add_(residual)
+
+
+class PackedLinear(Linear):
+    """The same with the weight in oneDNN's blocked layout: a third more of the memory's rate at one row than F.linear,
+    which packs on every call. The weight is held in this layout alone."""
+
+    __slots__ = ()
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__(weight, bias)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # pyright: ignore[reportPrivateUsage]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return _pointwise_binary(x, residual, self.weight, self.bias, "add")
+
+
+def linear_kind(dtype: torch.dtype) -> type[Linear]:
+    """PackedLinear where this build and this processor run it for `dtype`, else Linear."""
+    if not torch.backends.mkldnn.is_available():
+        return Linear
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # pyright: ignore[reportPrivateUsage]
+        return Linear
+    return PackedLinear
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / rms(x) over the last axis, statistics in float32."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotary_table(config: ModelConfig, window: int) -> Tensor:
+    """cos + i sin of every position's angles: complex64 [window, head_dim / 2], scaled by YaRN's attention factor."""
+    frequencies = rotary_frequencies(config)
+    angles = torch.outer(torch.arange(window, dtype=torch.float64), frequencies)
+    scaling = config.rope_scaling
+    scale = scaling.attention_factor if scaling and scaling.kind == "yarn" else 1.0
+    return torch.polar(torch.full_like(angles, scale), angles).to(torch.complex64)
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Radians a position, float64 [head_dim / 2]: theta^(-2i / head_dim), stretched as `config.rope_scaling` says."""
+    dim = config.head_dim
+    frequencies = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "factors":
+        return frequencies / torch.tensor(scaling.factors, dtype=torch.float64)
+    if scaling.kind == "llama3":
+        return _llama3(frequencies, scaling)
+    return _yarn(frequencies, scaling, config)
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: wavelengths over original / low are divided by the factor, those under original / high kept, between
+    them a blend linear in original / wavelength."""
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # turns within the original window
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return frequencies * (blend + (1 - blend) / scaling.factor)
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
+    """YaRN (Peng et al. 2023), eq. 23: frequencies that turn more than beta_fast times within the original window are
+    kept, those under beta_slow divided by the factor, with a ramp linear in the index between the two."""
+    dim = config.head_dim
+
+    def index(turns: float) -> float:
+        period = scaling.original_max_position / (turns * 2 * math.pi)
+        return dim * math.log(period) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(index(scaling.beta_fast)), 0)
+    high = min(math.ceil(index(scaling.beta_slow)), dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)
+    keep = 1 - ramp.clamp(0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotates each head's pairs. x [tokens, heads, dim] with the two halves of a pair side by side, turns complex64
+    [tokens, 1, dim / 2]. One complex product in float32: the fewest calls, and no rounding of cos and sin to bf16."""
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns).view(x.shape).to(x.dtype)
+
+
+def interleave(weight: Tensor, dim: int) -> Tensor:
+    """Rows of q or k from half-split order (0, dim/2, 1, ...) as pairs apart to pairs side by side; weight [heads * dim, ...].
+    The same order of q and k leaves every score as it is."""
+    return weight.view(-1, 2, dim // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,160 @@
+"""The one decoder: Llama and its kin (Mistral, Qwen2, Qwen3), as `ModelConfig` switches it, over a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cutaway.backends.torch.layers import Linear, interleave, linear_kind, rms_norm, rotary_table, rotate
+from cutaway.checkpoints import Checkpoint
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tokens of one step, rows one after another.
+
+    token_ids, positions, slots   int64 [tokens]; a slot is block * block_size + offset
+    block_tables int32 [rows, blocks], context_lens int32 [rows], query_starts int32 [rows + 1]: as attention takes them
+    sampled      int64 [n]: tokens whose logits are wanted
+    extras       keyword arguments for the attention part's write_kv and paged_attention, beyond the contract's
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    query_starts: Tensor
+    sampled: Tensor
+    extras: dict[str, Any]
+
+
+class AttentionPart(Protocol):
+    """Part 07, as the decoder calls it."""
+
+    def write_kv(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, **extras: Any) -> None: ...
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        query_starts: Tensor,
+        *,
+        scale: float,
+        **extras: Any,
+    ) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one decoder layer. qkv and gate_up are fused along their outputs. qk_norm [heads + kv_heads, head_dim]
+    holds q's norm weight once a query head, then k's once a key head."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int
+
+
+class Decoder:
+    """Weights on the device, and the step over them."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, window: int):
+        """Loads one tensor at a time; beside the weights as held, no more than that is in memory. `window` bounds positions."""
+        loader = _Loader(checkpoint, dtype)
+        config = self.config = checkpoint.config
+        self.dtype = dtype
+        self.embedding = loader.tensor("model.embed_tokens.weight")
+        self.layers = [loader.layer(index) for index in range(config.num_layers)]
+        self.norm = loader.tensor("model.norm.weight")
+        self.head = loader.kind(self.embedding if config.tie_embeddings else loader.tensor("lm_head.weight"))
+        self.turns = rotary_table(config, window)
+        self.scale = config.head_dim**-0.5
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices as held; a tied head is held twice, once in rows to look up and once packed."""
+        linears = [self.head, *(linear for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down))]
+        shared = self.head.weight is self.embedding
+        return sum(x.nbytes for x in linears) + (0 if shared else self.embedding.nbytes)
+
+    def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], attention: AttentionPart) -> Tensor:
+        """One step: writes the tokens' keys and values, answers logits [sampled tokens, vocabulary] in the model's dtype."""
+        config, eps, inner = self.config, self.config.rms_eps, self.config.intermediate_size
+        heads, both = config.num_heads, config.num_heads + config.num_kv_heads
+        x = self.embedding.index_select(0, batch.token_ids)
+        turns = self.turns.index_select(0, batch.positions).unsqueeze(1)
+        for layer, k_cache, v_cache in zip(self.layers, keys, values, strict=True):
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(len(x), -1, config.head_dim)
+            qk = qkv[:, :both]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (config.head_dim,), None, eps) * layer.qk_norm
+            qk = rotate(qk, turns)
+            attention.write_kv(k_cache, v_cache, qk[:, heads:], qkv[:, both:], batch.slots, **batch.extras)
+            extras = {**batch.extras, "window": layer.window} if layer.window else batch.extras
+            attended = attention.paged_attention(
+                qk[:, :heads], k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_starts,
+                scale=self.scale, **extras,
+            )  # fmt: skip
+            x = layer.o.add(attended.reshape(len(x), -1), x)
+            gate_up = layer.gate_up(rms_norm(x, layer.post_norm, eps))
+            x = layer.down.add(F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]), x)
+        return self.head(rms_norm(x.index_select(0, batch.sampled), self.norm, eps))
+
+
+class _Loader:
+    """Tensors of a checkpoint in the decoder's dtype and layout."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config
+        self.dtype = dtype
+        self.kind = linear_kind(dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        data = self.checkpoint.load(name, "bf16" if self.dtype == torch.bfloat16 else "f32").data
+        if not data.flags.writeable:  # a view of the file: torch would warn, and the file would stay mapped
+            data = np.array(data)
+        return torch.from_numpy(data).view(self.dtype)
+
+    def layer(self, index: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{index}."
+        windows = config.sliding_windows
+        return Layer(
+            input_norm=self.tensor(prefix + "input_layernorm.weight"),
+            qkv=self._linear(prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            qk_norm=self._qk_norm(prefix + "self_attn.") if config.qk_norm else None,
+            o=self._linear(prefix + "self_attn.", ("o_proj",), config.o_bias),
+            post_norm=self.tensor(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._linear(prefix + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias),
+            down=self._linear(prefix + "mlp.", ("down_proj",), config.mlp_bias),
+            window=windows[index] if windows else 0,
+        )
+
+    def _linear(self, prefix: str, names: tuple[str, ...], biased: bool) -> Linear:
+        """One linear map of several, stacked along their outputs."""
+
+        def stack(kind: str) -> Tensor:
+            parts = [self._in_order(name, self.tensor(f"{prefix}{name}.{kind}")) for name in names]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return self.kind(stack("weight"), stack("bias") if biased else None)
+
+    def _in_order(self, name: str, weight: Tensor) -> Tensor:
+        return interleave(weight, self.config.head_dim) if name in ("q_proj", "k_proj") else weight
+
+    def _qk_norm(self, prefix: str) -> Tensor:
+        q, k = (interleave(self.tensor(f"{prefix}{name}.weight"), self.config.head_dim) for name in ("q_norm", "k_norm"))
+        return torch.cat((q.expand(self.config.num_heads, -1), k.expand(self.config.num_kv_heads, -1)))
