@@ -1,0 +1,128 @@
+"""`Tokenizer`: text <-> ids, and the exact bytes behind each id. The work is done by the tokenizers library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import AddedToken
+
+from cutaway.core.errors import CheckpointError
+from cutaway.core.text_assets import TextAssets
+from cutaway.text.vocabulary import build
+
+
+def _byte_of() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE (GPT-2's bytes_to_unicode) -> the byte each stands for."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in plain}
+    rest = (byte for byte in range(256) if byte not in set(plain))
+    return table | {chr(256 + index): byte for index, byte in enumerate(rest)}
+
+
+def _kind(name: str, backend: tokenizers.Tokenizer) -> str:
+    """ "bytes" (byte-level BPE) or "pieces" (SentencePiece), as the decoder tells."""
+    decoder = str(backend.decoder)
+    if "ByteLevel" in decoder:
+        return "bytes"
+    if "ByteFallback" in decoder or "Metaspace" in decoder or "▁" in decoder:
+        return "pieces"
+    raise CheckpointError(f"{name}: its tokenizer is neither byte-level BPE nor SentencePiece; those two are supported")
+
+
+class Tokenizer:
+    """vocab_size: ids the model knows. eos_ids: every id that ends an answer. bos_id: the id that starts a text, if any.
+
+    >>> tokenizer = Tokenizer.open(open_checkpoint(path).text())
+    >>> tokenizer.decode(tokenizer.encode("Hello"))
+    'Hello'
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, assets: TextAssets):
+        self._backend = backend
+        self._decoder_kind = _kind(assets.name, backend)
+        self._byte_of = _byte_of()
+        added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self._special = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = assets.vocab_size
+        special = assets.special_tokens
+        self.bos_id = assets.bos_id if assets.bos_id is not None else self._id(special.get("bos_token"))
+        eos = self._id(special.get("eos_token"))
+        self.eos_ids = assets.eos_ids | (frozenset() if eos is None else {eos})
+        self._add_bos = assets.add_bos
+
+    @classmethod
+    def open(cls, assets: TextAssets) -> Tokenizer:
+        """From tokenizer.json or from GGUF's lists; CheckpointError in one line if neither can be used."""
+        try:
+            if assets.vocabulary is not None:
+                backend = build(assets.name, assets.vocabulary)
+            elif assets.tokenizer_file is not None:
+                backend = tokenizers.Tokenizer.from_file(str(assets.tokenizer_file))
+                backend.no_padding()
+                backend.no_truncation()
+            else:
+                raise CheckpointError(f"{assets.name}: has no tokenizer.json")
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            line = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{assets.tokenizer_file or assets.name}: the tokenizer cannot be built: {line}") from error
+        return cls(backend, assets)
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of `text`; control tokens in it are parsed. special: add BOS, or not, as the tokenizer does by default."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        if special and self.bos_id is not None:
+            if self._add_bos is True and ids[:1] != [self.bos_id]:
+                ids.insert(0, self.bos_id)
+            elif self._add_bos is False and ids[:1] == [self.bos_id] and not self._starts_with_bos(text):
+                del ids[0]
+        return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered chat template: as `encode`, and one BOS, not two, if the template wrote it."""
+        return self.encode(text, special=not self._starts_with_bos(text))
+
+    def _starts_with_bos(self, text: str) -> bool:
+        bos = None if self.bos_id is None else self._backend.id_to_token(self.bos_id)
+        return bool(bos) and text.startswith(bos)
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Ids without a token are nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def is_special(self, id: int) -> bool:
+        """Whether the id is a control token, which never shows in an answer's text."""
+        return id in self._special
+
+    def token_bytes(self, id: int) -> bytes:
+        """The exact bytes that a token adds to a text; b"" for control tokens and for ids without a token.
+
+        SentencePiece's decoder strips one space at the start of a text; here the space is kept.
+        """
+        token = None if id in self._special else self._backend.id_to_token(id)
+        return b"" if token is None else self._to_bytes(token)
+
+    def token_text(self, id: int) -> str:
+        """A token for human eyes, control tokens included; bytes that are no UTF-8 alone show as U+FFFD."""
+        token = self._backend.id_to_token(id)
+        if token is None:
+            return ""
+        return token if id in self._special else self._to_bytes(token).decode("utf-8", "replace")
+
+    def _to_bytes(self, token: str) -> bytes:
+        if self._decoder_kind == "bytes":
+            try:
+                return bytes([self._byte_of[char] for char in token])
+            except KeyError:  # an added token, which is plain text
+                return token.encode("utf-8")
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.replace("▁", " ").encode("utf-8")
