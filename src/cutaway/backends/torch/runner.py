@@ -302,7 +302,7 @@ def create(config: Config, parts: PartsLike) -> TorchBackend:
     window = config.max_model_len or checkpoint.config.max_position
     if not 1 < window <= checkpoint.config.max_position:
         raise CutawayError(
-            f"--max-model-len {window} is not possible: {checkpoint.name} was made for 2 to {checkpoint.config.max_position} tokens"
+            f"--max-model-len must be from 2 to {checkpoint.config.max_position}, the model's own window, got {window}"
         )
     block_bytes = bytes_per_block(checkpoint.config, BLOCK_SIZE, dtype)
     with torch.inference_mode():
