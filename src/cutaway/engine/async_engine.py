@@ -32,19 +32,16 @@ class Slot:
     """What one caller has not taken yet."""
 
     def __init__(self) -> None:
-        self.arrived = asyncio.Event()
-        self.output: Output | None = None
-        self.finished = False
+        self._arrived = asyncio.Event()
+        self._output: Output | None = None
 
     def put(self, output: Output) -> None:
-        if self.finished:
-            return
-        self.finished = output.finish_reason is not None or output.error is not None
-        if self.output is None:
-            self.output = replace(output, token_ids=list(output.token_ids), logprobs=output.logprobs and list(output.logprobs))
+        if self._output is None:
+            logprobs = None if output.logprobs is None else list(output.logprobs)
+            self._output = replace(output, token_ids=list(output.token_ids), logprobs=logprobs)
         else:
-            self._merge(self.output, output)
-        self.arrived.set()
+            self._merge(self._output, output)
+        self._arrived.set()
 
     @staticmethod
     def _merge(held: Output, output: Output) -> None:
@@ -55,11 +52,15 @@ class Slot:
         held.num_cached = max(held.num_cached, output.num_cached)
 
     async def take(self) -> Output:
-        await self.arrived.wait()
-        self.arrived.clear()
-        output, self.output = self.output, None
+        await self._arrived.wait()
+        self._arrived.clear()
+        output, self._output = self._output, None
         assert output is not None
         return output
+
+
+def is_last(output: Output) -> bool:
+    return output.finish_reason is not None or output.error is not None
 
 
 class AsyncEngine:
@@ -74,12 +75,12 @@ class AsyncEngine:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, Slot] = {}  # of requests whose last output has not arrived
         self._demultiplexer: asyncio.Task[None] | None = None
 
     @property
     def num_active(self) -> int:
-        """Requests whose iterators are open."""
+        """Requests whose last output has not arrived yet."""
         return len(self._slots)
 
     async def start(self) -> None:
@@ -105,33 +106,35 @@ class AsyncEngine:
         """
         if request.id in self._slots:
             raise ValueError(f"request {request.id} is running already")
+        self._channel.add(request)
         slot = self._slots[request.id] = Slot()
         try:
-            try:
-                self._channel.add(request)
-            except BaseException:
-                slot.finished = True  # it never ran: there is nothing to abort
-                raise
-            last = False
-            while not last:
-                output = await slot.take()
-                last = output.finish_reason is not None or output.error is not None
+            output = await slot.take()
+            while not is_last(output):
                 yield output
+                output = await slot.take()
+            yield output
         finally:
-            del self._slots[request.id]
-            if not slot.finished:
+            if self._slots.get(request.id) is slot:
+                del self._slots[request.id]
                 self._channel.abort([request.id])
 
     async def _demultiplex(self) -> None:
         try:
             while True:
                 for output in await self._channel.receive():
-                    slot = self._slots.get(output.id)
-                    if slot is not None:  # else: aborted while this was on its way
-                        slot.put(output)
+                    self._put(output)
         except Exception as error:  # the channel is gone for good: everybody who waits has to hear of it
             self._fail(str(error) or type(error).__name__)
 
+    def _put(self, output: Output) -> None:
+        slot = self._slots.get(output.id)
+        if slot is None:
+            return  # aborted while this was on its way
+        if is_last(output):
+            del self._slots[output.id]
+        slot.put(output)
+
     def _fail(self, line: str) -> None:
-        for id, slot in self._slots.items():
-            slot.put(Output(id, [], finish_reason=FinishReason.ERROR, error=line))
+        for id in list(self._slots):
+            self._put(Output(id, [], finish_reason=FinishReason.ERROR, error=line))

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,11 +191,11 @@ class ProcessChannel(_Channel):
             await asyncio.wait({self._supervisor, is_ready}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             is_ready.cancel()
-            if self.state != "ready":
-                failure = self.failure
+            started, failure = self._is_ready.is_set(), self.failure
+            if not started:
                 await self.stop()
                 self.failure = failure
-        if self.state != "ready":
+        if not started:
             raise CutawayError(self.failure or "the engine was stopped before it was ready")
 
     async def stop(self) -> None:
@@ -289,7 +290,10 @@ class ProcessChannel(_Channel):
         """Starts one process and stays until it has ended; answers why it did, in one line."""
         assert self._context is not None
         engine = self._engine = _EngineProcess(self._context, f"{self._folder}/{self.restarts}")
-        reader = asyncio.create_task(engine.read(self.config, self._handle))
+        config = self.config
+        if config.trace is not None and self.restarts:
+            config = replace(config, trace=f"{config.trace}.{self.restarts}")  # the trace of what went wrong stays
+        reader = asyncio.create_task(engine.read(config, self._handle))
         ended = asyncio.create_task(engine.end())
         is_ready = asyncio.create_task(self._is_ready.wait())
         try:

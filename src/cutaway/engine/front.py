@@ -87,7 +87,7 @@ class Front:
     """
 
     def __init__(
-        self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None, eos_ids: frozenset[int], window: int, parts: Parts
+        self, name: str, tokenizer: Tokenizer, template: ChatTemplate, eos_ids: frozenset[int], window: int, parts: Parts
     ) -> None:
         self.model_name = name
         self.tokenizer = tokenizer
@@ -104,7 +104,7 @@ class Front:
         checkpoint = open_checkpoint(resolve(config.model))
         assets = checkpoint.text()
         tokenizer = Tokenizer.open(assets)
-        template = ChatTemplate.open(assets) if assets.chat_template else None
+        template = ChatTemplate.open(assets)
         most = checkpoint.config.max_position
         window = config.max_model_len or most
         if not 1 < window <= most:
@@ -120,16 +120,10 @@ class Front:
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Request:
         """A request from a conversation. Raises BadRequest that names the message at fault."""
-        if self.template is None:
-            raise BadRequest(
-                f"{self.model_name} has no chat template; use completions with a prompt of your own", param="messages"
-            )
         if not messages:
             raise BadRequest("messages must hold at least one message", param="messages")
         text = self.template.render([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
-        bos = self.tokenizer.bos_id
-        has_bos = bos is not None and text.startswith(self.tokenizer.token_text(bos))
-        return self._request(self.tokenizer.encode(text, special=not has_bos), params, "messages")
+        return self._request(self.tokenizer.encode_rendered(text), params, "messages")
 
     def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """A request from text, or from token ids that are taken as they are. Raises BadRequest."""
