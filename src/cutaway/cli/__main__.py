@@ -1,0 +1,3 @@
+from cutaway.cli import main
+
+main()
