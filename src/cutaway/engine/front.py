@@ -94,7 +94,7 @@ class Front:
         self.template = template
         self.eos_ids = eos_ids
         self.window = window
-        self.block_size = Limits.block_size
+        self.block_size = Limits().block_size
         self.parts = parts
         self._ids = itertools.count()
 
