@@ -61,7 +61,7 @@ CODE = '''def binary_search(values: list[int], target: int) -> int:
             return middle
 '''
 UNICODE = (
-    "Die Bäckerei öffnet um 7 Uhr. 東京は日本の首都です。 Привет, мир! 🎉🚀 naïve café — ½ × 3 = 1½; translate to English:"
+    "Die Bäckerei öffnet um 7 Uhr. 東京は日本の首都です。 Привет, мир! 🎉🚀 naïve café — ½ \u00d7 3 = 1½; translate to English:"
 )
 CHAT = [{"role": "user", "content": "Name three colours of the rainbow, and say which one is the warmest."}]
 CHAT_TURNS = [
@@ -70,6 +70,18 @@ CHAT_TURNS = [
     {"role": "assistant", "content": "Penguins live in the Southern Hemisphere."},
     {"role": "user", "content": "And polar bears?"},
 ]
+
+TEXTS = (  # what tokenizers get wrong: empty text, runs of spaces, digits, combining marks, joined emoji, control tokens
+    "",
+    " ",
+    "Hello  12 worlds\n\n\tof 3,141.59 don't they've",
+    "e\u0301 é 漢字 🎉👩\u200d👩\u200d👧 123",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "a <|im_end|> b",
+    "   leading and trailing   ",
+    "x\r\ny\u00a0z\u200b",
+    "\uff21\uff22\uff23 \ufb01 ½ \u0663",
+)
 
 
 @torch.inference_mode()
@@ -138,10 +150,8 @@ def make_smollm2() -> None:
         "versions": versions(),
         "weights": {name: fingerprint(weights[name].detach().numpy()) for name in HASHED},
         "cases": smollm2_cases(tokenizer),
-        "texts": [{"text": s, "ids": tokenizer(s).input_ids} for s in (
-            "", " ", "Hello  12 worlds\n\n\tof 3,141.59 don't they've", "e\u0301 é 漢字 🎉👩‍👩‍👧 123", "<|im_start|>user\nhi<|im_end|>\n",
-            "a <|im_end|> b", "   leading and trailing   ", "x\r\ny\u00a0z\u200b", "ＡＢＣ ﬁ ½ ٣")],
-    }  # fmt: skip
+        "texts": [{"text": text, "ids": tokenizer(text).input_ids} for text in TEXTS],
+    }
     arrays: dict[str, np.ndarray] = {}
     for case in meta["cases"]:
         name = case["name"]
