@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from cutaway.checkpoints.checkpoint import Array, Checkpoint, DummyCheckpoint, GenerationDefaults
+from cutaway.checkpoints.folder import FolderCheckpoint, open_dummy
 from cutaway.checkpoints.gguf import GGUFCheckpoint
 from cutaway.checkpoints.hub import resolve
 from cutaway.core.errors import CheckpointError
@@ -12,8 +14,19 @@ from cutaway.core.errors import CheckpointError
 __all__ = ["Array", "Checkpoint", "DummyCheckpoint", "GenerationDefaults", "open_checkpoint", "resolve"]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a .gguf file or a Hugging Face folder. Headers are read and checked; weights are not."""
+def open_checkpoint(path: Path, load_format: Literal["auto", "dummy"] = "auto") -> Checkpoint:
+    """Opens a .gguf file or a Hugging Face folder: headers are read and checked, weights are not.
+
+    load_format "dummy": random weights for a folder's config.json. CheckpointError in one line for whatever is wrong.
+
+    >>> checkpoint = open_checkpoint(resolve("smollm2-135m-instruct"))
+    >>> checkpoint.load("model.norm.weight").data.shape
+    (576,)
+    """
+    if load_format == "dummy" and (path.is_dir() or path.suffix == ".json"):
+        return open_dummy(path)
+    if path.is_dir():
+        return FolderCheckpoint(path)
     if path.is_file():
         return GGUFCheckpoint(path)
     raise CheckpointError(f"{path}: no such file or folder; give the path of a .gguf file or of a folder with config.json")

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
+import numpy as np
+
 from cutaway.checkpoints.checkpoint import GenerationDefaults
 from cutaway.checkpoints.config import ModelConfig, RopeScaling
 from cutaway.checkpoints.gguf_header import GGUFHeader, TensorInfo
@@ -33,6 +35,8 @@ def _get(header: GGUFHeader, key: str, kind: type[T], default: T | None = None) 
         return default
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if kind is float and isinstance(value, float) and math.isfinite(value) and float(np.float32(value)) == value:
+        value = float(str(np.float32(value)))  # stored as float32: 1e-5, not 9.99999975e-06
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         _fail(header, f"metadata {key!r} should be {kind.__name__}")
     return value
