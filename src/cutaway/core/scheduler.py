@@ -6,10 +6,10 @@ is scheduled, so that steps can be scheduled before earlier ones have answered; 
 come first, then the head of the queue. When memory runs out, the row admitted last gives its blocks back and waits at the
 head of the queue with its tokens.
 
-Invariants: running, then waiting, is the order of arrival, so the oldest request is never preempted, and each in turn becomes
-the oldest: all finish. A row is preempted only because an older one crosses into a new block, so at most as often as
-they do. A request enters with room for all that it knows and one token more. No step is over budget. Known
-tokens never exceed what was asked for. Aborted, finished and waiting requests hold no block.
+Invariants: running, then waiting, is the order of arrival, so the oldest request is never preempted for another, and each in
+turn becomes the oldest: all finish. A row is preempted only where it or an older one crosses into a new block, so at most as
+often as they do. A request enters with room for all that it knows and one token more. No step is over budget. Known tokens
+never exceed what was asked for. Aborted, finished and waiting requests hold no block.
 
 Tickets, generations and slots are the engine's: it drops the rows of a result whose request was preempted or has ended.
 """
@@ -93,7 +93,9 @@ class Scheduler:
         for index, tokens in enumerate(self._split(pending, left, self._limits.chunk)):
             if index == len(self.running):  # those behind were preempted
                 break
-            if tokens and self._make_room(self.running[index], tokens, step):
+            if tokens and not self._make_room(self.running[index], tokens, step):
+                return step  # nobody enters where memory was short
+            if tokens:
                 self._run(self.running[index], tokens, step)
                 left -= tokens
         while not step.preempted and self.waiting and left > 0 and len(self.running) < self._limits.rows:
@@ -138,11 +140,13 @@ class Scheduler:
             assert not (_table(r).blocks or r.computed or r.in_flight or r.sent), f"request {r.id} waits with memory"
 
     def _make_room(self, request: Request, tokens: int, step: Schedule) -> bool:
-        """Preempts from the end until the row's next tokens fit; False where the row itself had to go."""
+        """Preempts from the end until the row's next tokens fit; False where that leaves the row itself to go, or to wait."""
         need = _table(request).missing(request.computed + tokens)
         if need >= self._cache.num_free and self._shares(request):
             need += 1  # the copy that `_run` makes before the row writes
         while need > self._cache.num_free:
+            if self.running[-1] is request and request.in_flight:
+                return False  # waits for its own tokens: preempted now it would lose them, and come back no further
             victim = self.running.pop()
             self._let_go(victim)
             victim.preemptions += 1

@@ -1,0 +1,66 @@
+"""2,000 random traces: tiny pools, shared prefixes, aborts in every state, results that come late."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from harness import VOCABULARY, Job, Scenario, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cutaway.core.plan import Limits
+from cutaway.core.request import SamplingParams
+
+FAMILIES = [random.Random(seed).choices(range(VOCABULARY), k=200) for seed in range(3)]
+
+
+def a_prompt(rng: random.Random, size: int, room: int) -> list[int]:
+    """Of one of three families, so that many share a beginning; lengths at, before and behind the edge of a block."""
+    length = max(1, rng.randint(0, max(1, room // size)) * size + rng.choice([-1, 0, 1, rng.randint(0, size)]))
+    prompt = rng.choice(FAMILIES)[:length]
+    if rng.random() < 0.4:
+        own = rng.randint(1, length)
+        prompt = prompt[:-own] + rng.choices(range(VOCABULARY), k=own)
+    return prompt
+
+
+def a_job(rng: random.Random, size: int, pool: int) -> Job:
+    params = SamplingParams(
+        temperature=rng.choice([0, 0, 1.0]), seed=rng.randint(0, 9), max_tokens=rng.choice([1, 2, rng.randint(1, 3 * size)])
+    )
+    return Job(
+        prompt=a_prompt(rng, size, (pool - 1) * size),
+        params=params,
+        stop_ids=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 0, 2]))),
+        arrival=rng.choice([0, 0, rng.randint(0, 15)]),
+        abort_after=rng.choice([None, None, None, rng.randint(0, 12)]),
+    )
+
+
+def a_scenario(rng: random.Random, depth: int, jobs: int) -> Scenario:
+    size = rng.choice([2, 4, 16])
+    pool = rng.randint(1, 10)
+    limits = Limits(
+        rows=rng.randint(1, 5),
+        budget=rng.choice([1, rng.randint(1, 12), rng.randint(8, 100)]),
+        chunk=rng.choice([1, rng.randint(1, 12), 100]),
+        window=rng.choice([60, 1000]),
+        block_size=size,
+    )
+    return Scenario(
+        jobs=[a_job(rng, size, pool) for _ in range(jobs)],
+        limits=limits,
+        num_blocks=pool + 1,
+        depth=depth,
+        delay=rng.randint(0, depth + 1),
+        cache=rng.random() < 0.75,
+        whole=rng.random() < 0.15,
+    )
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@settings(max_examples=667, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), jobs=st.integers(1, 7))
+def test_random_traces(depth: int, seed: int, jobs: int) -> None:
+    run(a_scenario(random.Random(seed), depth, jobs))
