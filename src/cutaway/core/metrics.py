@@ -236,7 +236,7 @@ def _summary(values: Iterable[float | None]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The value under which q percent lie, interpolated between neighbours; NaN of no values. ValueError unless q is 0 to 100."""
+    """The value under which q percent lie, interpolated between neighbours; NaN of none. ValueError unless q is 0 to 100."""
     if not 0 <= q <= 100:
         raise ValueError(f"a percentile is from 0 to 100, got {q}")
     return float(np.percentile(values, q)) if len(values) else math.nan
