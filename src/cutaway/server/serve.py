@@ -1,0 +1,206 @@
+"""The life of the server process: port, engine, banner, signals, drain, exit.
+
+The port is bound before the model loads, so a port in use is one line at once; it accepts when the engine is ready, so
+whoever can connect can ask. SIGTERM or SIGINT: no new connections, running answers get DRAIN seconds, what still runs
+then ends with an error event, the engine process stops, exit code 0. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Generator
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+
+from cutaway.core.errors import CutawayError
+from cutaway.engine.channel import ProcessChannel
+from cutaway.engine.config import EngineConfig
+from cutaway.engine.front import Front
+from cutaway.engine.parts import Parts
+from cutaway.server.app import create_app
+from cutaway.server.errors import log_to_stderr
+from cutaway.server.service import Metered, Service
+
+DRAIN = 5.0  # seconds that running answers get after a signal
+T = TypeVar("T")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not accept yet. Raises CutawayError that says what to do."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError, OverflowError) as error:
+        raise CutawayError(f"--host {host!r} is no address of this machine ({error}); try 127.0.0.1") from None
+    sock = socket.socket(family, kind, proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise _no_port(host, port, error) from None
+    return sock
+
+
+def _no_port(host: str, port: int, error: Exception) -> CutawayError:
+    code = getattr(error, "errno", None)
+    if code == errno.EADDRINUSE:
+        return CutawayError(f"port {port} on {host} is in use: end the program that has it, or choose another with --port")
+    if code == errno.EACCES:
+        return CutawayError(f"port {port} needs rights that this user has not: choose one over 1023 with --port")
+    if code == errno.EADDRNOTAVAIL:
+        return CutawayError(f"--host {host} is no address of this machine; try 127.0.0.1")
+    return CutawayError(f"cannot listen at {host}, port {port}: {error}; choose others with --host and --port")
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def is_loopback(sock: socket.socket) -> bool:
+    host = str(sock.getsockname()[0])
+    return host.startswith("127.") or host == "::1"
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first asks to stop, the second ends the process at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._arrived, number)
+
+    def _arrived(self, number: int) -> None:
+        if self.stop.is_set():
+            os._exit(128 + number)  # the engine process sees its input close, and ends by itself
+        self.stop.set()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None if a signal came first, `work` being cancelled."""
+        task = asyncio.ensure_future(work)
+        waiter = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+            if not task.done():
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return None if task.cancelled() else task.result()
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # Signals has them
+
+
+def banner(service: Service, url: str, seconds: float) -> str:
+    """What is printed when the server is ready."""
+    info: dict[str, Any] = service.channel.ready
+    backend: dict[str, Any] = info.get("backend") or {}
+    blocks, size = info["kv_blocks"], info["block_size"]
+    facts = [
+        f"dtype {backend['dtype']}" if "dtype" in backend else None,
+        f"window {info['window']:,} tokens",
+        f"{blocks:,} blocks of {size} tokens ({info.get('kv_bytes', 0) / 2**20:,.1f} MiB)",
+        f"{info['rows']} rows, {info['budget']} tokens a step",
+        f"started in {seconds:.1f} s",
+    ]
+    key = "The API key is demanded by /v1." if service.api_key else ""
+    lines = [f"Cutaway serves {service.front.model_name} at {url}", "  " + ", ".join(f for f in facts if f), key]
+    return "\n".join(line for line in lines if line)
+
+
+async def _open(config: EngineConfig, api_key: str | None) -> Service:
+    """The front and the engine, loaded side by side."""
+    parts = Parts(config.parts)
+    channel = ProcessChannel(config)
+    metrics = parts.get("metrics").Metrics()
+    engine = parts.get("async_engine").AsyncEngine(Metered(channel, channel, metrics))
+    starting = asyncio.ensure_future(engine.start())
+    try:
+        front = await asyncio.to_thread(Front.open, config, parts)
+        await starting
+        front.adopt(channel.ready)
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await engine.stop()
+        raise
+    return Service(engine, front, channel, parts, metrics, api_key=api_key, version=version("cutaway"))
+
+
+async def _drain(server: uvicorn.Server, service: Service, serving: asyncio.Task[None]) -> None:
+    """Stops accepting; gives running answers DRAIN seconds, then ends them."""
+    server.should_exit = True
+    if service.running:
+        await asyncio.wait(tuple(service.running), timeout=DRAIN)
+    service.stop()
+    try:
+        await asyncio.wait_for(asyncio.shield(serving), 2.0)
+    except TimeoutError:
+        server.force_exit = True
+        await serving
+
+
+async def _serve(
+    config: EngineConfig, sock: socket.socket, api_key: str | None, tell: Callable[[str], None], started: float
+) -> None:
+    signals = Signals(asyncio.get_running_loop())
+    service = await signals.unless_stopped(_open(config, api_key))
+    if service is None:
+        return
+    try:
+        server = _Uvicorn(
+            uvicorn.Config(
+                create_app(service), http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+                server_header=False, date_header=True, timeout_keep_alive=30, backlog=1024,
+            )
+        )  # fmt: skip
+        try:
+            sock.listen(1024)
+        except OSError as error:  # somebody took the port while the model was loading
+            host, port = sock.getsockname()[:2]
+            raise _no_port(host, port, error) from None
+        url = url_of(sock)  # connections wait in the backlog from here on
+        tell(banner(service, url, time.monotonic() - started))
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        await asyncio.wait((serving, waiter := asyncio.ensure_future(signals.stop.wait())), return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        await _drain(server, service, serving)
+    finally:
+        await service.engine.stop()
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT. port 0 takes a free one; `tell` gets the lines meant for people (stdout if None).
+
+    Raises CutawayError when the port, the model or the engine is not to be had.
+    """
+    started = time.monotonic()
+    tell = tell or (lambda line: print(line, flush=True))
+    log_to_stderr()
+    with bind(host, port) as sock:
+        if api_key is None and not is_loopback(sock):
+            print(f"warning: --host {host} lets the network in and no --api-key is set", file=sys.stderr, flush=True)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, sock, api_key, tell, started))

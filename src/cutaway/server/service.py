@@ -1,0 +1,154 @@
+"""One running server: the engine, its front, the numbers kept, and the life of each answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from cutaway.core.errors import EngineDied
+from cutaway.core.request import FinishReason, Output, Request, SamplingParams
+from cutaway.engine.parts import AsyncEngineLike, Channel, MetricsLike, Parts
+from cutaway.server.errors import EngineFault, Unavailable
+from cutaway.server.responses import DeltaLike, TokenTexts
+
+T = TypeVar("T")
+
+
+class Texts(TokenTexts, Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class StreamLike(Protocol):
+    def push(self, output: Output) -> DeltaLike: ...
+
+
+class FrontLike(Protocol):
+    """What the server asks of `engine.front.Front`."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def tokenizer(self) -> Texts: ...
+    def chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Request: ...
+    def complete(self, prompt: str | list[int], params: SamplingParams) -> Request: ...
+    def stream(self, request: Request) -> StreamLike: ...
+
+
+class ChannelLike(Protocol):
+    """What the server asks of a channel. state: starting, ready, restarting, failed, stopping or stopped; ready: the
+    engine's figures (`engine.process.build`); failure: why it ended last; stats: `engine.engine.Stats` of its last step."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def ready(self) -> dict[str, Any]: ...
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def stats(self) -> Any: ...
+
+
+class Metered:
+    """A channel that tells part 16 of every step on its way to part 15."""
+
+    def __init__(self, channel: Channel, figures: ChannelLike, metrics: MetricsLike):
+        self._channel, self._figures, self._metrics = channel, figures, metrics
+        self._step = self._preemptions = 0
+
+    async def start(self) -> None:
+        await self._channel.start()
+
+    async def stop(self) -> None:
+        await self._channel.stop()
+
+    def add(self, request: Request) -> None:
+        self._channel.add(request)
+
+    def abort(self, ids: Sequence[int]) -> None:
+        self._channel.abort(ids)
+
+    async def receive(self) -> list[Output]:
+        outputs = await self._channel.receive()
+        stats = self._figures.stats
+        if stats is not None and stats.step != self._step:
+            before = self._preemptions if stats.step > self._step else 0  # a restarted engine counts from nought
+            self._metrics.step(time.monotonic(), stats.used, stats.total, stats.rows, stats.preemptions - before)
+            self._step, self._preemptions = stats.step, stats.preemptions
+        return outputs
+
+
+@dataclass(slots=True)
+class Service:
+    """What the routes share. `closing` is set when the server begins to stop."""
+
+    engine: AsyncEngineLike
+    front: FrontLike
+    channel: ChannelLike
+    parts: Parts
+    metrics: MetricsLike
+    api_key: str | None = None
+    version: str = ""
+    started: float = field(default_factory=time.time)
+    created: int = field(default_factory=lambda: int(time.time()))
+    closing: bool = False
+    running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+
+    @property
+    def up(self) -> bool:
+        """Whether the engine takes requests."""
+        return not self.closing and self.channel.state == "ready"
+
+    def need_open(self) -> None:
+        """Raises what a request gets once the server stops. While the engine is being restarted requests wait for it."""
+        if self.closing:
+            raise Unavailable("the server is shutting down")
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Templates and tokenizing off the event loop: a long prompt must not hold up other streams."""
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    async def follow(self, request: Request) -> AsyncIterator[DeltaLike]:
+        """The deltas of a request, the last with a finish_reason. Closing it aborts the request.
+
+        Raises EngineFault where the engine failed this request alone, EngineDied where it failed all.
+        """
+        metrics, id = self.metrics, request.id
+        stream = self.front.stream(request)
+        metrics.arrived(id, time.monotonic(), request.num_prompt)
+        reason, first = FinishReason.ABORT, True
+        try:
+            async with aclosing(self.engine.generate(request)) as outputs:  # pyright: ignore[reportArgumentType]
+                async for output in outputs:
+                    now = time.monotonic()
+                    if first:
+                        metrics.scheduled(id, now, output.num_cached)
+                        first = False
+                    if output.error is not None:
+                        reason = FinishReason.ERROR
+                        raise EngineFault(output.error) if self.up else EngineDied(output.error)
+                    delta = stream.push(output)
+                    if delta.token_ids:
+                        metrics.tokens(id, now, len(delta.token_ids))
+                    if delta.finish_reason is not None:
+                        reason = delta.finish_reason
+                    request.num_cached = max(request.num_cached, output.num_cached)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return  # a stop string ends it here; leaving the iterator aborts what the engine still runs
+        finally:
+            metrics.finished(id, time.monotonic(), reason)
+
+    def stop(self) -> None:
+        """Ends every answer now; each tells its client."""
+        self.closing = True
+        for task in tuple(self.running):
+            task.cancel()
