@@ -18,6 +18,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+import tiny
 from cutaway.checkpoints import open_checkpoint, resolve
 from cutaway.core.plan import Limits, StepPlan, Ticket
 from cutaway.core.request import Request, SamplingParams
@@ -33,6 +34,7 @@ TOLERANCE = 1e-3  # of logits, and of a margin that excuses another id
 
 SMOLLM2 = json.loads((GOLDEN / "smollm2.json").read_text())
 CASES: list[dict[str, Any]] = SMOLLM2["cases"]
+TINY: list[dict[str, Any]] = json.loads((GOLDEN / "tiny.json").read_text())["cases"]
 
 
 @dataclass
@@ -104,6 +106,17 @@ def check(cases: Sequence[dict[str, Any]], golden: Any, recorder: Recorder, answ
     print(f"{compared} positions, largest difference of a logit {largest:.2e}, {ties} near-ties")
     assert largest <= TOLERANCE
     assert compared >= 0.9 * sum(len(case["greedy"]) for case in cases)
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_tiny_models_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Every kind of architecture: seeded random weights, built by both sides from the same folder."""
+    cases = [case for case in TINY if case["model"] == name]
+    path = tiny.write_folder(tmp_path, name)
+    recorder = Recorder(EngineConfig(model=str(path), dtype="fp32", kv_blocks=64, threads=1))
+    answers = recorder.run([case["ids"] for case in cases], len(cases[0]["greedy"]))
+    assert len(cases) == 3
+    check(cases, np.load(GOLDEN / "tiny.npz"), recorder, answers)
 
 
 @pytest.mark.model

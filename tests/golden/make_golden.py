@@ -3,12 +3,11 @@
 It needs a venv with torch, transformers and gguf; transformers is no dependency of the project:
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch==2.13.0 transformers==5.24.0 gguf sentencepiece
-    /tmp/golden/bin/python tests/golden/make_golden.py [smollm2] [tiny]
+    /tmp/golden/bin/python tests/golden/make_golden.py [--only smollm2|tiny]
 
 `smollm2.json/.npz`: the built-in model, dequantized to float32. `tiny.json/.npz`: the small seeded models of
-`tests/tiny.py`, one a kind of architecture. For each prompt: its ids, 48 greedy ids with the margin between the two
-highest logits at each, the whole row of logits that the first id came from, and the 50 highest ones of every later row
-(of tiny models: every row whole).
+`tests/tiny.py`, one a kind of architecture. For each prompt: its ids, the greedy ids with the margin between the two highest
+logits at each, the 50 highest logits of every row, and the whole row that the first id came from.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ HERE = Path(__file__).resolve().parent
 MODELS = Path(os.environ.get("CUTAWAY_HOME", Path.home() / ".cache" / "cutaway")) / "models"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NEW_TOKENS, TINY_NEW_TOKENS, TOP = 48, 32, 50
+TINY_LENGTHS = (5, 16, 61)  # the last one is longer than the sliding window of tiny mistral
+WHOLE = ("long", "chat", "blocks", "unicode")  # cases of the built-in model with a whole row: 200 kB each
 HASHED = (
     "model.embed_tokens.weight",
     "model.layers.0.self_attn.q_proj.weight",
@@ -107,6 +108,15 @@ def margins(rows: np.ndarray) -> list[float]:
     return [round(float(m), 6) for m in top[:, 1] - top[:, 0]]
 
 
+def record(case: dict[str, Any], arrays: dict[str, np.ndarray], ids: list[int], rows: np.ndarray) -> None:
+    """Puts the answer into `case`, and the first row of logits and the highest of every row into `arrays`."""
+    case["greedy"], case["margins"] = ids, margins(rows)
+    top = np.argsort(-rows, axis=1, kind="stable")[:, :TOP]
+    arrays[f"{case['name']}.first"] = rows[0]
+    arrays[f"{case['name']}.top_ids"] = top.astype(np.uint16)
+    arrays[f"{case['name']}.top"] = np.take_along_axis(rows, top, axis=1)
+
+
 def versions() -> dict[str, str]:
     return {"transformers": transformers.__version__, "torch": torch.__version__, "numpy": np.__version__}
 
@@ -155,14 +165,10 @@ def make_smollm2() -> None:
     arrays: dict[str, np.ndarray] = {}
     for case in meta["cases"]:
         name = case["name"]
-        case["greedy"], rows = greedy(model, case["ids"], NEW_TOKENS)
-        case["margins"] = margins(rows)
+        record(case, arrays, *greedy(model, case["ids"], NEW_TOKENS))
         case["answer"] = tokenizer.decode(case["greedy"])
-        top = np.argsort(-rows, axis=1, kind="stable")[:, :TOP]
-        arrays[f"{name}.top_ids"] = top.astype(np.uint16)
-        arrays[f"{name}.top"] = np.take_along_axis(rows, top, axis=1)
-        if name in ("long", "chat", "blocks", "unicode"):
-            arrays[f"{name}.first"] = rows[0]
+        if name not in WHOLE:
+            del arrays[f"{name}.first"]
         print(f"{name:12} {len(case['ids']):4} ids, smallest margin {min(case['margins']):.4f}: {case['answer'][:60]!r}")
     write("smollm2", meta, arrays)
 
@@ -173,21 +179,16 @@ def make_tiny() -> None:
 
     meta: dict[str, Any] = {"versions": versions(), "cases": []}
     arrays: dict[str, np.ndarray] = {}
-    for name in sorted(tiny.CONFIGS):
+    for name in tiny.NAMES:
         with tempfile.TemporaryDirectory() as folder:
-            path = tiny.write(name, Path(folder))
+            path = tiny.write_folder(Path(folder), name)
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        vocabulary = model.config.vocab_size
-        for length in (5, 16, 61):
-            prompt = np.random.default_rng(length).integers(3, vocabulary, length).tolist()
-            ids, rows = greedy(model, prompt, TINY_NEW_TOKENS)
-            case = {"name": f"{name}-{length}", "model": name, "ids": prompt, "greedy": ids, "margins": margins(rows)}
+        for length in TINY_LENGTHS:
+            prompt = np.random.default_rng(length).integers(3, model.config.vocab_size, length).tolist()
+            case = {"name": f"{name}-{length}", "model": name, "ids": prompt}
+            record(case, arrays, *greedy(model, prompt, TINY_NEW_TOKENS))
             meta["cases"].append(case)
-            arrays[case["name"]] = rows[:: TINY_NEW_TOKENS - 1]
-            top = np.argsort(-rows, axis=1, kind="stable")[:, :TOP]
-            arrays[f"{case['name']}.top_ids"] = top.astype(np.uint16)
-            arrays[f"{case['name']}.top"] = np.take_along_axis(rows, top, axis=1)
-            print(f"{case['name']:28} smallest margin {min(case['margins']):.4f}, {len(set(ids))} different ids")
+            print(f"{case['name']:16} smallest margin {min(case['margins']):.4f}, {len(set(case['greedy']))} different ids")
     write("tiny", meta, arrays)
 
 
@@ -200,10 +201,12 @@ def write(stem: str, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("which", nargs="*", default=["smollm2", "tiny"], choices=["smollm2", "tiny"])
+    parser.add_argument("--only", choices=["smollm2", "tiny"])
+    only = parser.parse_args().only
     torch.set_num_threads(1)
-    for which in parser.parse_args().which:
-        {"smollm2": make_smollm2, "tiny": make_tiny}[which]()
+    for name, make in {"smollm2": make_smollm2, "tiny": make_tiny}.items():
+        if only in (None, name):
+            make()
 
 
 if __name__ == "__main__":
