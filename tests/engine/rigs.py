@@ -84,3 +84,10 @@ def gone_within(pid: int, seconds: float) -> bool:
 
 
 LENGTH = FinishReason.LENGTH
+
+
+def backend(tmp_path: Path, text: str) -> str:
+    """The import string of a backend of the test's own."""
+    file = tmp_path / "backend.py"
+    file.write_text("import os, time\nfrom cutaway.core.errors import CutawayError\nfrom cutaway.backends import fake\n" + text)
+    return f"{file}:create"

@@ -67,7 +67,7 @@ def test_max_tokens_and_the_window() -> None:
     with pytest.raises(DoesNotFit, match=r"window is 20 tokens.* prompt has 15 and max_tokens asks for 6 more: 21") as caught:
         front.complete([1] * 15, SamplingParams(max_tokens=6))
     assert (caught.value.param, caught.value.code, caught.value.status) == ("max_tokens", "context_length_exceeded", 400)
-    with pytest.raises(DoesNotFit, match="prompt has 20 tokens.*window of 20") as caught:
+    with pytest.raises(DoesNotFit, match=r"prompt has 20 tokens.*window of 20") as caught:
         front.complete([1] * 20, SamplingParams())
     assert caught.value.param == "prompt"
     with pytest.raises(DoesNotFit) as caught:

@@ -254,9 +254,11 @@ class ProcessChannel(_Channel):
                 if self._progress is not None:
                     self._progress(message.line)
             case messages.Ready():
-                self.ready, self.state = message.info, "ready"
-                self._is_ready.set()
-                self._flush()
+                self.ready = message.info
+                if not self._is_ready.is_set():
+                    self.state = "ready"
+                    self._is_ready.set()
+                    self._flush()
             case messages.Outputs():
                 if any(o.finish_reason is not None and o.error is None for o in message.outputs):
                     self._crashes.clear()

@@ -57,7 +57,7 @@ class Loading(msgspec.Struct, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, array_like=True, tag=True):
-    """Figures of the engine (`engine.process.build`), for the banner and /health."""
+    """Figures of the engine (`engine.process.build`), for the banner and /health; sent again when they change."""
 
     info: dict[str, Any]
 

@@ -144,7 +144,8 @@ def run(link: Link) -> None:
     if not isinstance(start, messages.Start):
         raise CutawayError("the first message to an engine process must be Start")
     link.send(messages.Loading(f"loading {start.config.model}"))
-    engine, info = build(start.config, Parts(start.config.parts))
+    parts = Parts(start.config.parts)
+    engine, info = build(start.config, parts)
     gc.collect()
     gc.freeze()  # what is loaded lives as long as the process: the collector need not walk it in every full pass
     link.send(messages.Ready(info))
@@ -154,7 +155,16 @@ def run(link: Link) -> None:
         first, backlog[:] = list(backlog), []
         return first + link.receive(wait and not first)
 
-    drive(engine, receive, link.send)
+    told = 0
+
+    def send(message: messages.ToFront) -> None:
+        nonlocal told
+        link.send(message)
+        if (served := sum(map(len, parts.fallbacks.values()))) != told:  # the reference has played in a part's place
+            told = served
+            link.send(messages.Ready(info | {"parts": parts.report()}))
+
+    drive(engine, receive, send)
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
