@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from cutaway.backends.torch import sampler as reference_sampler
 from cutaway.backends.torch.kv_cache import KVCache, bytes_per_block, choose_blocks
 from cutaway.backends.torch.model import Batch, Decoder
-from cutaway.checkpoints import Checkpoint, open_checkpoint
+from cutaway.checkpoints import open_checkpoint, resolve
 from cutaway.core.errors import CutawayError
 from cutaway.core.plan import Blocks, KVSpec, LateInputs, Logprobs, StepPlan, StepResult, Ticket
 from cutaway.core.request import SamplingParams
@@ -298,7 +297,7 @@ def create(config: Config, parts: PartsLike) -> TorchBackend:
     dtype = DTYPES[config.dtype]
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    checkpoint = _open(config)
+    checkpoint = open_checkpoint(resolve(config.model), config.load_format)
     window = config.max_model_len or checkpoint.config.max_position
     if not 1 < window <= checkpoint.config.max_position:
         raise CutawayError(
@@ -316,10 +315,6 @@ def create(config: Config, parts: PartsLike) -> TorchBackend:
         "load_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
     return TorchBackend(model, cache, parts, rows=config.max_num_seqs, window=window, facts=facts)
-
-
-def _open(config: Config) -> Checkpoint:
-    return open_checkpoint(Path(config.model))
 
 
 def _trim() -> None:
