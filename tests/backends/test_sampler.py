@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutaway.backends.torch import sampler
-from cutaway.backends.torch.sampler import SamplingRows, keep, noise, penalize, sample
+from cutaway.backends.torch.sampler import keep, noise, penalize, sample
 from cutaway.core.request import SamplingParams
+from sampling import build, oracle_kept, oracle_penalties, random_params
 
 INF = float("inf")
 
@@ -20,64 +21,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def build(params, positions=None, histories=None):
-    """Rows with histories [(prompt, answer)] padded with ids that would be noticed."""
-    positions = positions if positions is not None else [0] * len(params)
-    history = None
-    if histories is not None:
-        lengths = [len(p) + len(a) for p, a in histories]
-        tokens = torch.full((len(params), max(lengths)), 3)
-        for row, (p, a) in enumerate(histories):
-            tokens[row, : lengths[row]] = torch.tensor([*p, *a])
-        history = (tokens, torch.tensor(lengths), torch.tensor([len(p) for p, _ in histories]))
-    return SamplingRows.build(params, positions, history)
-
-
-def oracle_penalties(logits, p, prompt, answer):
-    logits = logits.astype(np.float64).copy()
-    for t in set(prompt) | set(answer):
-        logits[t] = logits[t] / p.repetition_penalty if logits[t] > 0 else logits[t] * p.repetition_penalty
-    for t in set(answer):
-        logits[t] -= p.presence_penalty + p.frequency_penalty * answer.count(t)
-    return logits
-
-
-def oracle_kept(scaled, p):
-    """Ids that the filters leave, and those whose standing a rounding could change."""
-    order = np.argsort(-scaled, kind="stable")
-    kept = list(order)
-    if p.top_k > 0:
-        kth = scaled[order[min(p.top_k, len(order)) - 1]]
-        kept = [i for i in kept if scaled[i] >= kth]
-    mass = np.exp(scaled[kept] - scaled[kept].max())
-    mass /= mass.sum()
-    unsure = set()
-    if p.top_p < 1:
-        before = np.cumsum(mass) - mass
-        unsure |= {kept[i] for i in range(1, len(kept)) if abs(before[i] - p.top_p) < 1e-5}
-        cut = min(scaled[kept[i]] for i in range(len(kept)) if before[i] < p.top_p)
-        kept = [i for i in kept if scaled[i] >= cut]
-    if p.min_p > 0:
-        floor = scaled.max() + np.log(p.min_p)
-        unsure |= {i for i in range(len(scaled)) if abs(scaled[i] - floor) < 1e-5}
-        kept = [i for i in kept if scaled[i] >= floor]
-    return set(kept), unsure
-
-
-def random_params(rng, seed):
-    return SamplingParams(
-        temperature=float(rng.choice([0, 0.3, 1.0, 1.7])),
-        top_k=int(rng.choice([0, 0, 1, 5, 40, 5000])),
-        top_p=float(rng.choice([1.0, 1.0, 0.1, 0.6, 0.95])),
-        min_p=float(rng.choice([0.0, 0.0, 0.05, 0.5, 1.0])),
-        repetition_penalty=float(rng.choice([1.0, 1.0, 1.3, 0.8])),
-        presence_penalty=float(rng.choice([0.0, 0.0, 1.5, -0.5])),
-        frequency_penalty=float(rng.choice([0.0, 0.0, 0.7, -0.2])),
-        seed=seed,
-        logprobs=[None, 0, 3][int(rng.integers(3))],
-    )
 
 
 @pytest.mark.parametrize("vocabulary", [40, 700, 20_011])
@@ -155,111 +98,6 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
     logits = torch.randn(2, 300)
     got = sample(logits, build([SamplingParams(temperature=1e-40, seed=1), SamplingParams(temperature=1e-5, seed=1)]))
     assert got.ids.tolist() == logits.argmax(-1).tolist() and not got.bad.any()
-
-
-# Noise
-
-
-def test_noise_at_some_ids_is_the_noise_of_the_whole_vocabulary_there():
-    rng = np.random.default_rng(0)
-    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
-    positions = torch.tensor([0, 2**62, -5, 7, 2**63 - 1, 2**31])
-    whole = noise(seeds, positions, 30_000)
-    ids = torch.from_numpy(rng.integers(0, 30_000, (6, 50)))
-    assert torch.equal(noise(seeds, positions, ids), whole.gather(1, ids))
-    for row in range(6):  # the same alone, and whatever the vocabulary's size
-        assert torch.equal(noise(seeds[row : row + 1], positions[row : row + 1], 100)[0], whole[row, :100])
-    assert whole.isfinite().all()
-
-
-def test_noise_is_pinned():
-    """A seed means the same tokens tomorrow: changing these numbers breaks every stored seed."""
-    values = noise(torch.tensor([0, 7]), torch.tensor([0, 3]), 3)
-    expected = torch.tensor([[1.777847, 0.959928, 1.113037], [0.027541, 1.615713, 0.607091]])
-    assert torch.allclose(values, expected, atol=1e-5)
-
-
-def test_noise_is_gumbel_and_independent_along_every_axis():
-    def uniform(x):
-        return torch.exp(-torch.exp(-x.double()))  # the distribution function
-
-    n = 256
-    base, step = torch.zeros(n, dtype=torch.int64), torch.arange(n)
-    for seeds, positions in ((base, step), (step, base), (step, step), (step, -step), (step << 32, base), (base, step << 40)):
-        u = uniform(noise(seeds, positions, n))
-        counts = torch.histc(u.float(), 64, 0, 1).numpy()
-        assert chi_square(counts, np.full(64, 1 / 64)) < limit(63)
-        centred = u - 0.5
-        for other in (centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, 1), (0, 1)), centred.T):
-            correlation = float((centred * other).mean() * 12)
-            bound = 8 / n if other is not centred.T else 0.05
-            assert abs(correlation) < bound
-        assert len(np.unique(u.numpy())) > 0.997 * n * n  # 24 bits repeat 128 of 65,536
-
-
-def test_noise_has_at_least_24_bits():
-    gumbel = noise(torch.arange(64), torch.zeros(64, dtype=torch.int64), 65_536)
-    assert len(np.unique(gumbel.numpy())) > 2**21
-    assert gumbel.max() > 13 and gumbel.min() < -2.6  # 4 million draws reach ln(4e6) = 15.2 +- 1.3 and -ln(15.2)
-
-
-# Distributions
-
-
-def chi_square(counts, expected):
-    total = counts.sum()
-    assert (counts[expected == 0] == 0).all(), "drew what was dropped"
-    live = expected > 0
-    return float(((counts[live] - total * expected[live]) ** 2 / (total * expected[live])).sum())
-
-
-def limit(freedom):
-    """Far in the tail (about one in 10,000) of chi-square: Wilson and Hilferty's approximation."""
-    return freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
-
-
-CASES = [
-    {"temperature": 1.0},
-    {"temperature": 0.6},
-    {"temperature": 2.5},
-    {"top_k": 5},
-    {"top_k": 7, "temperature": 1.5},
-    {"top_p": 0.6},
-    {"top_p": 0.9, "temperature": 0.8},
-    {"min_p": 0.2},
-    {"top_k": 8, "top_p": 0.8, "min_p": 0.1, "temperature": 1.3},
-    {"repetition_penalty": 1.8, "presence_penalty": 0.9, "frequency_penalty": 0.5},
-    {"repetition_penalty": 0.7, "top_p": 0.85, "frequency_penalty": -0.6},
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("by", ["seed", "position"])
-@pytest.mark.parametrize("vocabulary", [12, 900])
-def test_draws_follow_the_distribution(case, by, vocabulary):
-    n = 12_000
-    logits = torch.full((vocabulary,), -400.0)
-    logits[torch.arange(12) * (vocabulary // 12)] = torch.tensor(
-        [2.0, 1.5, -0.5, 0.3, 0.0, -1.0, 1.2, 0.8, -2.0, 0.55, 1.05, -0.2]
-    )
-    prompt, answer = [0, 3 * (vocabulary // 12)], [vocabulary // 12, vocabulary // 12, 6 * (vocabulary // 12)]
-    p = SamplingParams(**case, seed=11)
-    final = oracle_penalties(logits.numpy(), p, prompt, answer) / p.temperature
-    kept, unsure = oracle_kept(final, p)
-    assert not unsure
-    expected = np.zeros(vocabulary)
-    expected[list(kept)] = np.exp(final[list(kept)] - final.max())
-    expected /= expected.sum()
-    expected[expected < 1e-9] = 0
-
-    rows = SamplingRows.build(
-        [SamplingParams(**case, seed=i) for i in range(n)] if by == "seed" else [p] * n,
-        [5] * n if by == "seed" else list(range(n)),
-        (torch.tensor([prompt + answer]).expand(n, -1), torch.full((n,), 5), torch.full((n,), 2)),
-    )
-    counts = np.bincount(sample(logits.expand(n, -1), rows).ids.numpy(), minlength=vocabulary)
-    if len(kept) > 1:
-        assert chi_square(counts, expected) < limit((expected > 0).sum() - 1)
 
 
 # Rows and their neighbours

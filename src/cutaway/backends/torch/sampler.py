@@ -37,8 +37,8 @@ class SamplingRows:
 
     temperature, top_p, min_p, repetition, presence, frequency   float32 [rows]; temperature 0 is greedy
     top_k, seeds, positions   int64 [rows]; top_k 0 keeps all; a position is the index of the token to be sampled
-    history      int64 [rows, longest]: prompt and answer so far, anything past a row's length; None if no row is penalized
-    lengths, num_prompt       int64 [rows]: tokens of the history, and how many of them are prompt
+    history      ints [rows, longest]: prompt and answer so far, anything past a row's length; None if no row is penalized
+    lengths, num_prompt       ints [rows]: tokens of the history, and how many of them are prompt
     plain, filtered, penalized, scored   int64 [n]: rows drawn from the whole vocabulary, drawn through filters, with
                  penalties, and asking for log-probabilities. The rest of them: argmax.
     bound        the largest top_k if every filtered row has one, else 0
@@ -191,7 +191,8 @@ def penalize(logits: Tensor, rows: SamplingRows) -> Tensor:
     assert rows.history is not None and rows.lengths is not None and rows.num_prompt is not None
     index = rows.penalized
     part = logits[index]
-    tokens, length, prompt = rows.history[index].long(), rows.lengths[index, None], rows.num_prompt[index, None]
+    tokens = rows.history[index].long()
+    length, prompt = rows.lengths[index, None].long(), rows.num_prompt[index, None].long()
     repetition, presence, frequency = rows.repetition[index, None], rows.presence[index, None], rows.frequency[index, None]
     place = torch.arange(tokens.shape[1], device=tokens.device)
 
