@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
-
 from cutaway.backends.fake import FakeBackend, _mix
 from cutaway.core.errors import DoesNotFit
 from cutaway.core.plan import Limits, StepPlan, Ticket
+from cutaway.core.prefix_cache import chain
 from cutaway.core.request import FinishReason, Request, SamplingParams
 from cutaway.core.scheduler import Scheduler
 from cutaway.engine.engine import Engine
@@ -48,7 +47,7 @@ class StrictBackend(FakeBackend):
         assert 0 < plan.n_tokens.sum() <= self.limits.budget, "a step over budget"
         assert plan.n_tokens.min() >= 1, "a row without tokens"
         assert plan.n_tokens.max() <= max(self.limits.chunk, 1)
-        assert ((0 <= plan.slot) & (plan.slot < self.limits.rows)).all()
+        assert ((plan.slot >= 0) & (plan.slot < self.limits.rows)).all()
         return super().submit(plan)
 
 
@@ -157,8 +156,6 @@ def run(s: Scenario) -> Engine:
 
 
 def hashes_of(job: Job, s: Scenario) -> list[bytes]:
-    from cutaway.core.prefix_cache import chain
-
     return chain(job.prompt, s.limits.block_size) if s.cache else []
 
 
@@ -174,7 +171,3 @@ def check_preemptions(s: Scenario, requests: dict[int, Request]) -> None:
         again = older if s.depth > 1 else 0
         assert request.preemptions <= older + own + again, f"request {id}: {request.preemptions} preemptions"
         older += own + (request.preemptions if s.depth > 1 else 0)
-
-
-def kv_of(engine: Engine, block: int) -> np.ndarray:
-    return engine._backend.export_blocks([block]).data

@@ -141,10 +141,9 @@ class Scheduler:
 
     def _make_room(self, request: Request, tokens: int, step: Schedule) -> bool:
         """Preempts from the end until the row's next tokens fit; False where that leaves the row itself to go, or to wait."""
-        need = _table(request).missing(request.computed + tokens)
-        if need >= self._cache.num_free and self._shares(request):
-            need += 1  # the copy that `_run` makes before the row writes
-        while need > self._cache.num_free:
+        missing = _table(request).missing(request.computed + tokens)
+        # a block more where `_run` has to copy one before the row writes; looked for only where that decides
+        while missing > self._cache.num_free or (missing == self._cache.num_free and self._shares(request)):
             if self.running[-1] is request and request.in_flight:
                 return False  # waits for its own tokens: preempted now it would lose them, and come back no further
             victim = self.running.pop()
