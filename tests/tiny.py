@@ -7,10 +7,10 @@
     write_folder(path, name, seed=0, dtype="float32", shards=1, style="new", **overrides) -> path
     write_gguf(path, name, seed=0, quantization="F32", **overrides) -> path       any type that gguf.quants.quantize offers
     write_safetensors(file, arrays)               {name: float32 | float16 | uint16 (bf16 bits) array}
-    tokenizer_json(), CHAT_TEMPLATE, TOKENS       384 tokens: 0 <|endoftext|>, 1 <|im_start|> (bos), 2 <|im_end|> (eos), bytes, merges
+    tokenizer_json(), CHAT_TEMPLATE, TOKENS       384 tokens; 0 <|endoftext|>, 1 <|im_start|> (bos), 2 <|im_end|> (eos)
 
 overrides are fields of config.json (hidden_size=256, num_hidden_layers=4, ...). The same (name, seed, overrides) gives the same
-bytes everywhere. Sizes: vocabulary 384, hidden 64, 2 layers, 4 heads of 16 on 2 key-value heads, inner 128, window 512.
+bytes everywhere. Sizes: vocabulary 384, hidden 64, 2 layers, 4 heads of 16 (qwen3: 32) on 2, inner 128, window 512.
 Scales are such that greedy answers vary from token to token.
 """
 
@@ -27,17 +27,18 @@ from typing import Any
 import numpy as np
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 384
 _WORDS = (
-    " the of and to in is that for it as was with be on not he by are at from his have you or this had they which one were all we "
-    "her she there would their been has when who will more no if out so said what up its about into than them can only other new "
-    "some could time these two may then do first any my now such like our over man me even most made after also did many before "
-    "must through back years where much your way well down should because each just those people how too little state good very "
-    "user assistant system"
+    "the of and to in is that for it as was with be on not he by are at from his have you or this had they which one "
+    "were all we her she there would their been has when who will more no if out so said what up its about into than "
+    "them can only other new some could time these two may then do first any my now such like our over man me even "
+    "most made after also did many before must through back years where much your way well down should because each "
+    "just those people how too little state good very user assistant system "
 )
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -56,8 +57,12 @@ _BASE: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 _LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 # name -> (class, model_type, fields, rope)
 _MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {

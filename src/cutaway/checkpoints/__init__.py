@@ -8,10 +8,16 @@ from typing import Literal
 from cutaway.checkpoints.checkpoint import Array, Checkpoint, DummyCheckpoint, GenerationDefaults
 from cutaway.checkpoints.folder import FolderCheckpoint, open_dummy
 from cutaway.checkpoints.gguf import GGUFCheckpoint
-from cutaway.checkpoints.hub import resolve
 from cutaway.core.errors import CheckpointError
 
 __all__ = ["Array", "Checkpoint", "DummyCheckpoint", "GenerationDefaults", "open_checkpoint", "resolve"]
+
+
+def resolve(model: str) -> Path:
+    """The path of a model: see `hub.resolve`."""
+    from cutaway.checkpoints import hub  # here, so that `python -m cutaway.checkpoints.hub` finds the module not yet loaded
+
+    return hub.resolve(model)
 
 
 def open_checkpoint(path: Path, load_format: Literal["auto", "dummy"] = "auto") -> Checkpoint:

@@ -89,7 +89,7 @@ class Folder:
             tokenizer_file=file,
             chat_template=self._chat_template(),
             special_tokens=self._special,
-            bos_id=self._added.get(bos, self.generation.bos_id) if bos is not None else None,
+            bos_id=None if bos is None else self._added.get(bos),  # else the tokenizer looks it up
             eos_ids=self.generation.eos_ids,
             add_bos=add_bos if isinstance(add_bos, bool) else None,
         )
