@@ -63,7 +63,7 @@ def test_ids_are_those_of_the_engine_itself(kind: type[AnyChannel]) -> None:
 
 
 @BOTH
-def test_64_at_once_interleave(kind: type[AnyChannel]) -> None:
+def test_64_at_once_interleave(kind: type[AnyChannel], slow_steps: None) -> None:
     async def work() -> None:
         order: list[int] = []
         async with running(kind(fake(max_num_seqs=16))) as engine:
