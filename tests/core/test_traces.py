@@ -19,6 +19,8 @@ def a_prompt(rng: random.Random, size: int, room: int) -> list[int]:
     """Of one of three families, so that many share a beginning; lengths at, before and behind the edge of a block."""
     length = max(1, rng.randint(0, max(1, room // size)) * size + rng.choice([-1, 0, 1, rng.randint(0, size)]))
     prompt = rng.choice(FAMILIES)[:length]
+    if rng.random() < 0.2:
+        prompt[0] = rng.randrange(VOCABULARY)  # the same blocks behind another beginning
     if rng.random() < 0.4:
         own = rng.randint(1, length)
         prompt = prompt[:-own] + rng.choices(range(VOCABULARY), k=own)
@@ -61,6 +63,6 @@ def a_scenario(rng: random.Random, depth: int, jobs: int) -> Scenario:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @settings(max_examples=667, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32), jobs=st.integers(1, 7))
+@given(seed=st.integers(0, 2**32), jobs=st.integers(1, 9))
 def test_random_traces(depth: int, seed: int, jobs: int) -> None:
     run(a_scenario(random.Random(seed), depth, jobs))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+import cutaway.core
 from cutaway.backends.fake import FakeBackend, create
 from cutaway.core.errors import BadRequest, CutawayError, DoesNotFit
 from cutaway.core.plan import Limits, StepPlan, StepResult, Ticket
@@ -13,7 +15,7 @@ from cutaway.core.prefix_cache import chain
 from cutaway.core.request import FinishReason, Output, Request, SamplingParams
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.engine import Engine
-from cutaway.engine.parts import Parts
+from cutaway.engine.parts import PARTS, Parts
 
 LIMITS = Limits(rows=4, budget=64, chunk=64, window=400, block_size=4)
 POISON = 12345
@@ -371,3 +373,19 @@ def test_the_fake_backend_makes_a_wrong_block_visible(damage: str) -> None:
         row.places[:4] = row.places[4:8]
     drain(engine)
     assert request.tokens[10:] != answer(a_request(0, length=9, max_tokens=20))[1:]
+
+
+@pytest.mark.parametrize("part", ["blocks", "prefix_cache", "scheduler", "chunked"])
+def test_a_copy_of_a_part_takes_its_place(part: str, tmp_path: Path) -> None:
+    source = Path(PARTS[part].default.replace(".", "/")).name + ".py"
+    copy = tmp_path / f"my_{part}.py"
+    copy.write_text(Path(cutaway.core.__file__).with_name(source).read_text())
+    calls: list[str] = []
+    parts = Parts({part: str(copy)}, {part: lambda name, args, kwargs, result: calls.append(name)})
+    engine = Engine(Recorder(num_blocks=8), parts, LIMITS, depth=1)
+    for id in range(3):
+        engine.add(a_request(id, length=7, max_tokens=18))
+    outputs = drain(engine)
+    assert engine.stats().preemptions > 0 and len(calls) > 10
+    for id in range(3):
+        assert ids(outputs[id]) == answer(a_request(id, length=7, max_tokens=18))
