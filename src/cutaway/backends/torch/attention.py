@@ -93,18 +93,23 @@ def prepare(
 
 
 def _buckets(members: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Rows of one group are gathered at its longest context. Splits where that would gather much more than there is."""
+    """Rows of one group are gathered at its longest context: the cut of the rows, longest first, that makes the sum of
+    gathered keys and PADDING a group least."""
     order = sorted(members, key=lambda m: -m[2])
+    lengths = np.array([m[2] for m in order])
+    if lengths[0] * len(order) - lengths.sum() <= PADDING:
+        return [members]
+    cost, cut = np.zeros(len(order) + 1), [0] * (len(order) + 1)  # of the first i rows; where their last group begins
+    for i in range(1, len(order) + 1):
+        costs = cost[:i] + lengths[:i] * (i - np.arange(i)) + PADDING
+        cut[i] = int(costs.argmin())
+        cost[i] = costs[cut[i]]
     buckets: list[list[tuple[int, int, int]]] = []
-    padding, longest = 0, 0
-    for index, member in enumerate(order):
-        saved = (longest - member[2]) * (len(order) - index)  # what a new bucket would spare the rest
-        if not buckets or padding + saved > PADDING:
-            buckets.append([])
-            padding, longest = 0, member[2]
-        padding += longest - member[2]
-        buckets[-1].append(member)
-    return [sorted(bucket) for bucket in buckets]
+    end = len(order)
+    while end:
+        buckets.append(sorted(order[cut[end] : end]))
+        end = cut[end]
+    return buckets
 
 
 def _group(
