@@ -216,7 +216,8 @@ if ! stamped torch >/dev/null && [ ! -d "$stamps" ]; then
     free=$(free_mb "$venv")
     [ "$free" -ge "$needed" ] || no_space "$free" "$needed"
 fi
-if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -d "$stamps" ]; then
+# .venv beside this file is ours whatever is left of it; a folder that somebody named may be anything.
+if [ "$venv" != "$root/.venv" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -d "$stamps" ]; then
     fail "$venv holds something else than a virtual environment; set CUTAWAY_VENV to another folder"
 fi
 mkdir -p "$stamps" 2>/dev/null || fail "cannot write to $venv; set CUTAWAY_VENV to a folder that you may write to"
@@ -229,10 +230,10 @@ if ! lock '|fcntl.LOCK_NB'; then
     lock '' || stopped 130
 fi
 
-printf '%s\n\n' "Cutaway sets itself up in $venv ($("$base" -V), $hardware). Stop it when you like; it goes on from there." >&3
+printf "%s\n%s\n\n" "Setting up in $venv: $("$base" -V), $hardware." "It may be stopped at any time; the same command goes on from there." >&3
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
-    rm -rf "$venv/bin" "$venv/lib" "$venv/lib64" "$venv/include" "$venv/pyvenv.cfg"
+    (cd "$venv" && rm -rf bin lib lib64 include pyvenv.cfg)
     must "virtual environment" "$base" -m venv --without-pip "$venv"
 fi
 drop_torn_packages

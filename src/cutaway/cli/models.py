@@ -9,23 +9,28 @@ from cutaway.checkpoints.hub import BUILTIN, models_folder
 
 
 def show() -> None:
-    """A table of the built-in models, then other model files in the same folder."""
+    """The built-in models, then other model files in the same folder. In a pipe: a line each, with its path."""
     folder = models_folder()
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("name", "what", "size", "licence", "here", "path"):
-        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    columns = ["name", "what", "size", "licence", "here"] + ([] if console.is_terminal else ["path"])
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for model in BUILTIN:
         path = folder / model.file
         here = path.is_file() and path.stat().st_size == model.size
-        table.add_row(
-            model.name, model.what, f"{model.size / 1e6:.1f} MB", model.licence, "yes" if here else "when first asked for",
-            str(path) if here else "",
-        )  # fmt: skip
+        row = [
+            model.name,
+            model.what,
+            f"{model.size / 1e6:.1f} MB",
+            model.licence,
+            "yes" if here else "no, fetched when asked for",
+        ]
+        table.add_row(*[*row, str(path) if here else ""][: len(columns)])
     known = {model.file for model in BUILTIN}
     for path in sorted(folder.glob("*.gguf")):
         if path.name not in known:
-            table.add_row(str(path), "yours", f"{path.stat().st_size / 1e6:.1f} MB", "", "yes", str(path))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 10_000  # lines in a pipe are for programs: one a model
+            table.add_row(*[path.name, "", f"{path.stat().st_size / 1e6:.1f} MB", "", "yes", str(path)][: len(columns)])
     console.print(table)
+    if console.is_terminal:
+        console.print(f"\nThey are kept in {folder}. --model takes a path or a hub id as well.", soft_wrap=True)
