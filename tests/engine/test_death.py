@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -124,6 +125,44 @@ def create(config, parts):
     run(work())
 
 
+def test_a_process_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the first start, and at a restart: those who wait for it hear of it."""
+    good, bad = sys.executable, str(tmp_path / "none")
+
+    async def work() -> None:
+        channel = ProcessChannel(fake())
+        monkeypatch.setattr(sys, "executable", bad)
+        with pytest.raises(CutawayError, match=r"cannot be started: FileNotFoundError.*none"):
+            await channel.start()
+        monkeypatch.setattr(sys, "executable", good)
+        channel = ProcessChannel(fake())
+        async with running(channel) as engine:
+            monkeypatch.setattr(sys, "executable", bad)
+            os.kill(channel.pid or 0, signal.SIGKILL)
+            await until(lambda: channel.state != "ready")
+            with contextlib.suppress(EngineDied):
+                assert "given up after 3" in ((await collect(engine, ask(0))).error or "")
+            assert channel.state == "failed"
+
+    run(work())
+
+
+def test_stop_in_the_middle_of_a_start(tmp_path: Path) -> None:
+    text = f"def create(config, parts):\n    open('{tmp_path}/pid', 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
+
+    async def work() -> None:
+        channel = ProcessChannel(fake(backend=backend(tmp_path, text)))
+        starting = asyncio.create_task(channel.start())
+        await until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert channel.state == "stopped"
+        assert gone_within(int((tmp_path / "pid").read_text()), 1)
+
+    run(work())
+
+
 def test_a_trace_of_a_crash_is_kept(tmp_path: Path) -> None:
     async def work() -> None:
         channel = ProcessChannel(fake(trace=str(tmp_path / "trace")))
@@ -201,7 +240,7 @@ def test_sigint_is_the_fronts_and_sigterm_ends_in_order() -> None:
             assert (await collect(engine, ask(0))).error is None
             assert channel.pid == pid
             os.kill(pid, signal.SIGTERM)
-            await until(lambda: channel.state == "restarting")
+            await until(lambda: channel.failure is not None)
             assert channel.failure == "the engine process ended (exit status 0)"
             assert (await collect(engine, ask(1))).error is None
 
@@ -218,7 +257,7 @@ async def main():
     channel = ProcessChannel(fake())
     async with running(channel) as engine:
         async for output in engine.generate(ask(0, max_tokens=400)):
-            if channel.pid: print(channel.pid, channel._folder, flush=True)
+            if channel.pid: print(channel.pid, channel._engine._folder, flush=True)
 
 asyncio.run(main())
 """

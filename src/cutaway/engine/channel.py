@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import zmq
@@ -44,16 +43,36 @@ LONGEST_PATH = 90  # a socket's path may have 104 bytes on macOS, 108 on Linux
 
 
 class _Channel:
-    """What both have: requests underway, the latest figures, and the queue that `receive` reads."""
+    """What both have. state, failure (why the engine ended last), ready (`engine.process.build`'s figures; empty while no
+    engine is up) and stats (of the last step) are for `/health`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.state: State = "stopped"
-        self.failure: str | None = None  # why the engine ended last
-        self.ready: dict[str, Any] = {}  # `engine.process.build`'s figures; empty while no engine is up
+        self.failure: str | None = None
+        self.ready: dict[str, Any] = {}
         self.stats: Stats | None = None
-        self._live: set[int] = set()  # given to the engine and not finished
+        self._waiting: dict[int, Request] = {}  # not given to an engine yet
+        self._live: set[int] = set()  # given to it and not finished
         self._steps: asyncio.Queue[list[Output] | None] = asyncio.Queue()
+        self._settled = asyncio.Event()  # the first start has worked, or has not
+
+    def add(self, request: Request) -> None:
+        """Never waits; requests of one turn of the loop leave together. Raises EngineDied where there will be no engine."""
+        if self.state in ("failed", "stopping", "stopped"):
+            raise EngineDied(self.failure or "the engine is not running")
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting[request.id] = request
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """In any state; ids that are not underway are nothing."""
+        for id in ids:
+            self._waiting.pop(id, None)
+        sent = [id for id in ids if id in self._live]
+        self._live.difference_update(sent)
+        if sent and self.state == "ready":
+            self._send(messages.Abort(sent))
 
     async def receive(self) -> list[Output]:
         """The next step's outputs, in order, none dropped. Raises EngineDied when the engine is gone for good."""
@@ -63,19 +82,41 @@ class _Channel:
             raise EngineDied(self.failure or "the engine was stopped")
         return outputs
 
-    def _require(self) -> None:
-        if self.state in ("failed", "stopping", "stopped"):
-            raise EngineDied(self.failure or "the engine is not running")
+    def _send(self, message: messages.ToEngine) -> None:
+        raise NotImplementedError
 
-    def _deliver(self, message: messages.Outputs) -> None:
-        self.stats = message.stats
-        self._live.difference_update(o.id for o in message.outputs if o.finish_reason is not None or o.error is not None)
-        self._steps.put_nowait(message.outputs)
+    def _flush(self) -> None:
+        if self.state == "ready" and self._waiting:
+            self._live.update(self._waiting)
+            self._send(messages.Add([messages.NewRequest.of(request) for request in self._waiting.values()]))
+            self._waiting.clear()
+
+    def _handle(self, message: messages.ToFront) -> None:
+        match message:
+            case messages.Ready():
+                self.ready = message.info
+                if self.state in ("starting", "restarting"):
+                    self.state = "ready"
+                    self._settled.set()
+                    self._flush()
+            case messages.Outputs():
+                self.stats = message.stats
+                self._live -= {o.id for o in message.outputs if o.finish_reason is not None or o.error is not None}
+                self._steps.put_nowait(message.outputs)
+            case messages.Loading() | messages.Failed():
+                pass
 
     def _fail(self, ids: Iterable[int], line: str) -> None:
         self.ready = {}
         self._steps.put_nowait([Output(id, [], finish_reason=FinishReason.ERROR, error=line) for id in sorted(ids)])
         self._live.clear()
+
+    def _give_up(self, line: str) -> None:
+        self.failure, self.state = line, "failed"
+        self._fail([*self._live, *self._waiting], line)
+        self._waiting.clear()
+        self._steps.put_nowait(None)
+        self._settled.set()
 
 
 class InProcessChannel(_Channel):
@@ -87,35 +128,34 @@ class InProcessChannel(_Channel):
         self._thread: threading.Thread | None = None
 
     async def start(self) -> None:
+        """Returns when the engine is ready. Raises CutawayError with its one line when it cannot start."""
         self.state = "starting"
         loop = asyncio.get_running_loop()
-        is_ready: asyncio.Future[None] = loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="cutaway-engine", daemon=True)
+        self._thread.start()
+        await self._settled.wait()
+        if self.failure is not None:
+            raise CutawayError(self.failure)
 
-        def handle(message: messages.ToFront) -> None:
-            match message:
-                case messages.Ready():
-                    self.ready, self.state = message.info, "ready"
-                    is_ready.set_result(None)
-                case messages.Outputs():
-                    self._deliver(message)
-                case messages.Failed():
-                    self.failure, self.state = message.line, "failed"
-                    if not is_ready.done():
-                        is_ready.set_exception(CutawayError(message.line))
-                    self._fail(self._live, message.line)
-                    self._steps.put_nowait(None)
-                case messages.Loading():
-                    pass
+    async def stop(self) -> None:
+        if self._thread is not None:
+            self._inbox.put(messages.Stop())
+            await asyncio.to_thread(self._thread.join)
+        self.state = "stopped"
 
+    def _send(self, message: messages.ToEngine) -> None:
+        self._inbox.put(message)
+
+    def _handle(self, message: messages.ToFront) -> None:
+        super()._handle(message)
+        if isinstance(message, messages.Failed):
+            self._give_up(message.line)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         def send(message: messages.ToFront) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed without stop()
-                loop.call_soon_threadsafe(handle, message)
+                loop.call_soon_threadsafe(self._handle, message)
 
-        self._thread = threading.Thread(target=self._run, args=(send,), name="cutaway-engine", daemon=True)
-        self._thread.start()
-        await is_ready
-
-    def _run(self, send: Callable[[messages.ToFront], None]) -> None:
         try:
             engine, info = build(self.config, Parts(self.config.parts))
             send(messages.Ready(info))
@@ -130,27 +170,13 @@ class InProcessChannel(_Channel):
                 arrived.append(self._inbox.get_nowait())
         return arrived
 
-    async def stop(self) -> None:
-        if self._thread is not None:
-            self._inbox.put(messages.Stop())
-            await asyncio.to_thread(self._thread.join)
-        self.state = "stopped"
-
-    def add(self, request: Request) -> None:
-        self._require()
-        self._live.add(request.id)
-        self._inbox.put(messages.Add([messages.NewRequest.of(request)]))
-
-    def abort(self, ids: Sequence[int]) -> None:
-        self._live.difference_update(ids)
-        self._inbox.put(messages.Abort(list(ids)))
-
 
 class ProcessChannel(_Channel):
     """The engine in a process of its own, over ZeroMQ on an ipc socket in a folder that only this user may enter.
 
     `progress` hears what the engine is busy with while it starts. `start_timeout` bounds each start, `stop_timeout` the
     time a running step gets to end before the process is terminated, then killed. Restarts are counted in `restarts`.
+    A restarted engine writes its trace to FILE.1, FILE.2, ..., so that the one of what went wrong stays.
     """
 
     def __init__(
@@ -167,11 +193,7 @@ class ProcessChannel(_Channel):
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._last_line: str | None = None  # what the engine process said of its own fault
-        self._waiting: dict[int, Request] = {}  # not given to an engine yet
         self._crashes: list[float] = []  # times of ends since a request finished last
-        self._is_ready = asyncio.Event()
-        self._folder: Path | None = None
-        self._context: zmq.asyncio.Context | None = None
         self._engine: _EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -182,134 +204,97 @@ class ProcessChannel(_Channel):
 
     async def start(self) -> None:
         """Returns when the engine is ready. Raises CutawayError with its one line when it cannot start."""
-        self.state, self.failure = "starting", None
-        self._folder = _private_folder()
-        self._context = zmq.asyncio.Context()
+        self.state = "starting"
         self._supervisor = asyncio.create_task(self._supervise())
-        is_ready = asyncio.create_task(self._is_ready.wait())
         try:
-            await asyncio.wait({self._supervisor, is_ready}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            is_ready.cancel()
-            started, failure = self._is_ready.is_set(), self.failure
-            if not started:
-                await self.stop()
-                self.failure = failure
-        if not started:
-            raise CutawayError(self.failure or "the engine was stopped before it was ready")
+            await self._settled.wait()
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+        if self.failure is not None:
+            await self.stop()
+            raise CutawayError(self.failure)
 
     async def stop(self) -> None:
         """Ends the process in order: asked, then terminated, then killed. Leaves no process and no folder. Twice is nothing."""
-        if self._supervisor is None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
             return
         asked = self.state == "ready"
         self.state = "stopping"
         try:
             if asked:
                 self._send(messages.Stop())
-            elif self._engine is not None:
-                self._engine.process.terminate()
-            await asyncio.wait({self._supervisor}, timeout=self._stop_timeout)
+                await asyncio.wait({supervisor}, timeout=self._stop_timeout)
             if self._engine is not None:
                 self._engine.process.terminate()
-                await asyncio.wait({self._supervisor}, timeout=1.0)
+                await asyncio.wait({supervisor}, timeout=1.0)
         finally:
-            self._supervisor.cancel()  # kills what is left
-            await asyncio.gather(self._supervisor, return_exceptions=True)
-            self._supervisor = None
-            if self._context is not None:
-                self._context.destroy(linger=0)
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            supervisor.cancel()  # which kills what is left
+            await asyncio.gather(supervisor, return_exceptions=True)
+            self._fail([*self._live, *self._waiting], "the engine was stopped")
             self.state = "stopped"
-
-    def add(self, request: Request) -> None:
-        """Never waits: requests of one turn of the loop leave together. Raises EngineDied after a crash loop."""
-        self._require()
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting[request.id] = request
-
-    def abort(self, ids: Sequence[int]) -> None:
-        for id in ids:
-            self._waiting.pop(id, None)
-        sent = [id for id in ids if id in self._live]
-        self._live.difference_update(sent)
-        if sent and self.state == "ready":
-            self._send(messages.Abort(sent))
-
-    def _flush(self) -> None:
-        if self.state == "ready" and self._waiting:
-            self._live.update(self._waiting)
-            self._send(messages.Add([messages.NewRequest.of(request) for request in self._waiting.values()]))
-            self._waiting.clear()
 
     def _send(self, message: messages.ToEngine) -> None:
         assert self._engine is not None
         self._engine.socket.send(messages.encode(message))  # answers at once: the queue to the engine has no bound
 
     def _handle(self, message: messages.ToFront) -> None:
+        super()._handle(message)
         match message:
             case messages.Loading():
                 if self._progress is not None:
                     self._progress(message.line)
-            case messages.Ready():
-                self.ready = message.info
-                if not self._is_ready.is_set():
-                    self.state = "ready"
-                    self._is_ready.set()
-                    self._flush()
             case messages.Outputs():
                 if any(o.finish_reason is not None and o.error is None for o in message.outputs):
                     self._crashes.clear()
-                self._deliver(message)
             case messages.Failed():
                 self._last_line = message.line
+            case messages.Ready():
+                pass
 
     async def _supervise(self) -> None:
         """One process after the other."""
         while True:
             self._last_line = None
-            reason = await self._life()
-            self._is_ready.clear()
+            try:
+                reason = await self._life()
+            except Exception as error:  # no process to be had, no space for its socket
+                reason = f"the engine process cannot be started: {one_line(error)}"
             if self.state == "stopping":
-                self._fail([*self._live, *self._waiting], "the engine was stopped")
                 return
             now = time.monotonic()
             self._crashes = [t for t in self._crashes if now - t < CRASH_SECONDS] + [now]
-            if self.state == "starting" or len(self._crashes) >= CRASHES:
-                self.failure = reason if self.state == "starting" else f"{reason}; given up after {CRASHES} such ends in a row"
-                self.state = "failed"
-                self._fail([*self._live, *self._waiting], self.failure)
-                self._waiting.clear()
-                self._steps.put_nowait(None)
-                return
+            if self.state == "starting":
+                return self._give_up(reason)
+            if len(self._crashes) >= CRASHES:
+                return self._give_up(f"{reason}; given up after {CRASHES} such ends in a row")
             self.state, self.failure = "restarting", reason
             self.restarts += 1
             self._fail(self._live, f"{reason}; it is being restarted, send the request again")
 
     async def _life(self) -> str:
         """Starts one process and stays until it has ended; answers why it did, in one line."""
-        assert self._context is not None
-        engine = self._engine = _EngineProcess(self._context, f"{self._folder}/{self.restarts}")
         config = self.config
         if config.trace is not None and self.restarts:
-            config = replace(config, trace=f"{config.trace}.{self.restarts}")  # the trace of what went wrong stays
+            config = replace(config, trace=f"{config.trace}.{self.restarts}")
+        engine = self._engine = _EngineProcess()
         reader = asyncio.create_task(engine.read(config, self._handle))
         ended = asyncio.create_task(engine.end())
-        is_ready = asyncio.create_task(self._is_ready.wait())
         try:
-            await asyncio.wait({ended, reader, is_ready}, timeout=self._start_timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not (self._is_ready.is_set() or ended.done() or reader.done()):
+            done, _ = await asyncio.wait({ended, reader}, timeout=self._start_timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not done and self.state in ("starting", "restarting"):
                 return f"the engine process did not start within {self._start_timeout:g} s"
             await asyncio.wait({ended, reader}, return_when=asyncio.FIRST_COMPLETED)
+            if self.state == "ready":
+                self.state, self.ready = "restarting", {}  # from now on requests wait for the next process
             if reader.done():
                 return f"the engine process sent what cannot be read: {reader.exception()}"
             await engine.drain()
             return self._reason(ended.result())
         finally:
-            for task in (is_ready, reader, ended):
-                task.cancel()
+            reader.cancel()
+            ended.cancel()
             self._engine = None
             engine.close()
 
@@ -327,17 +312,27 @@ class ProcessChannel(_Channel):
 class _EngineProcess:
     """One engine process and the socket to it."""
 
-    def __init__(self, context: zmq.asyncio.Context, path: str) -> None:
-        self.socket = context.socket(zmq.PAIR)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self.socket.setsockopt(option, 0)  # no bounds, so nothing is dropped; nothing is kept for a dead engine
-        self.socket.bind(f"ipc://{path}")
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="cutaway-")  # of mode 0700
+        if len(self._folder) > LONGEST_PATH:
+            os.rmdir(self._folder)
+            self._folder = tempfile.mkdtemp(prefix="cutaway-", dir="/tmp")
+        path = f"{self._folder}/engine"
+        self._context = zmq.asyncio.Context()
         stdin, self._lifeline = os.pipe()  # the process ends when this end closes, so also when the front is killed
         self._num_read = 0
         try:
+            self.socket = self._context.socket(zmq.PAIR)
+            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+                self.socket.setsockopt(option, 0)  # no bounds, so nothing is dropped; nothing is kept for a dead engine
+            self.socket.bind(f"ipc://{path}")
+            # Its standard output is our standard error: a learner's print is seen and never mixed into an answer.
             # A process group of its own: Ctrl-C in a terminal is the front's to handle.
             command = [sys.executable, "-m", "cutaway.engine.process", path]
-            self.process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, process_group=0)
+            self.process = subprocess.Popen(command, stdin=stdin, stdout=2, process_group=0)
+        except BaseException:
+            self._release()
+            raise
         finally:
             os.close(stdin)
 
@@ -357,29 +352,24 @@ class _EngineProcess:
 
     async def end(self) -> int:
         """The exit status, negative for a signal. Waits on a thread of its own, so at any time and in any loop."""
-        loop, status = asyncio.get_running_loop(), asyncio.Event()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def wait() -> None:
             self.process.wait()
             with contextlib.suppress(RuntimeError):  # the loop was closed before the process ended
-                loop.call_soon_threadsafe(status.set)
+                loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=wait, name="cutaway-watch", daemon=True).start()
-        await status.wait()
+        await ended.wait()
         return self.process.returncode
 
     def close(self) -> None:
-        """No process is left after this."""
+        """No process and no folder is left after this."""
         self.process.kill()
         self.process.wait()
+        self._release()
+
+    def _release(self) -> None:
         os.close(self._lifeline)
-        self.socket.close()
-
-
-def _private_folder() -> Path:
-    """mkdtemp makes folders of mode 0700."""
-    folder = tempfile.mkdtemp(prefix="cutaway-")
-    if len(folder) > LONGEST_PATH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="cutaway-", dir="/tmp")
-    return Path(folder)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
