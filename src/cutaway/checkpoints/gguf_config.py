@@ -11,7 +11,7 @@ import numpy as np
 from cutaway.checkpoints.checkpoint import GenerationDefaults
 from cutaway.checkpoints.config import ModelConfig, RopeScaling
 from cutaway.checkpoints.gguf_header import GGUFHeader, TensorInfo
-from cutaway.checkpoints.parse import SUPPORTED, check_sizes
+from cutaway.checkpoints.parse import SUPPORTED, check_sizes, short
 from cutaway.core.errors import CheckpointError
 from cutaway.core.text_assets import TextAssets, Vocabulary
 
@@ -45,7 +45,9 @@ def _get(header: GGUFHeader, key: str, kind: type[T], default: T | None = None) 
 def architecture(header: GGUFHeader) -> str:
     name = _get(header, "general.architecture", str)
     if name not in ARCHITECTURES:
-        _fail(header, f"architecture {name!r} is not supported; supported in GGUF: {', '.join(ARCHITECTURES)} ({SUPPORTED})")
+        _fail(
+            header, f"architecture {short(name)} is not supported; supported in GGUF: {', '.join(ARCHITECTURES)} ({SUPPORTED})"
+        )
     return name
 
 
@@ -109,13 +111,13 @@ def _rope_scaling(header: GGUFHeader, arch: str, context: int, factors: tuple[fl
         legacy = _get(header, f"{arch}.rope.scale_linear", float, 0.0)
         kind, factor = ("linear", legacy) if legacy not in (0.0, 1.0) else ("none", 1.0)
     if kind not in ("none", "linear", "yarn"):
-        _fail(header, f"rope scaling {kind!r} is not supported; supported: none, linear, yarn and rope_freqs factors")
+        _fail(header, f"rope scaling {short(kind)} is not supported; supported: none, linear, yarn and rope_freqs factors")
     if kind == "none":
         if factors and not all(math.isfinite(f) and f > 0 for f in factors):
             _fail(header, "tensor 'rope_freqs.weight' holds factors that are not positive numbers")
         return RopeScaling("factors", factors=factors) if factors else None
     if factors:
-        _fail(header, f"rope scaling {kind!r} together with rope_freqs factors is not supported")
+        _fail(header, f"rope scaling {short(kind)} together with rope_freqs factors is not supported")
     if not (math.isfinite(factor) and factor > 0):
         _fail(header, f"metadata '{arch}.rope.scaling.factor' is {factor}; a positive number is needed")
     if kind == "linear":
@@ -166,7 +168,7 @@ def text_assets(header: GGUFHeader, name: str, vocab_size: int, generation: Gene
         if index is None:
             continue
         if not isinstance(index, int) or not 0 <= index < len(tokens):
-            _fail(header, f"metadata 'tokenizer.ggml.{key}' is {index!r}; the vocabulary has {len(tokens)} tokens")
+            _fail(header, f"metadata 'tokenizer.ggml.{key}' is {short(index)}; the vocabulary has {len(tokens)} tokens")
         special[word] = tokens[index]
     pre = _get(header, "tokenizer.ggml.pre", str, "default")
     template = header.metadata.get("tokenizer.chat_template")

@@ -210,7 +210,7 @@ class GGUFHeader:
         cursor = self._cursor
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            cursor.fail(f"general.alignment is {alignment!r}; a power of two up to 2^20 is allowed")
+            cursor.fail(f"general.alignment is {str(alignment)[:80]!r}; a power of two up to 2^20 is allowed")
         for _ in range(count):
             info = self._tensor()
             if info.name in self.tensors:
@@ -282,4 +282,4 @@ class GGUFHeader:
         value = self.metadata.get(key)
         if value is None or isinstance(value, ArrayRef):
             return value
-        self._cursor.fail(f"metadata {key!r} is {value!r}, not an array")
+        self._cursor.fail(f"metadata {key!r} is not an array")

@@ -37,6 +37,11 @@ _BOUNDS = {
 Json = Mapping[str, Any]
 
 
+def short(value: object) -> str:
+    """A value from a file as it may stand in an error: quoted, on one line, not long."""
+    return repr(str(value)[:80])
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a small JSON file; one line if it is missing, too large, not JSON or not an object."""
     try:
@@ -106,7 +111,7 @@ def architecture(source: str, values: Json) -> str:
         if name in ARCHITECTURES.values():
             return name
     raise CheckpointError(
-        f"{source}: architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)} ({SUPPORTED})"
+        f"{source}: architecture {short(name)} is not supported; supported: {', '.join(ARCHITECTURES)} ({SUPPORTED})"
     )
 
 
@@ -116,7 +121,7 @@ def parse_config(source: str, values: Json) -> ModelConfig:
     if values.get("quantization_config") is not None:
         raise read.fail("quantized safetensors are not supported; use unquantized weights or a GGUF file")
     if values.get("hidden_act", "silu") != "silu":
-        raise read.fail(f"hidden_act {values['hidden_act']!r} is not supported; supported: silu")
+        raise read.fail(f"hidden_act {short(values['hidden_act'])} is not supported; supported: silu")
     hidden, heads, layers = read.int("hidden_size"), read.int("num_attention_heads"), read.int("num_hidden_layers")
     position = read.int("max_position_embeddings", 2048 if family == "llama" else 32768)
     theta, scaling = _rope(read, position)
@@ -124,7 +129,7 @@ def parse_config(source: str, values: Json) -> ModelConfig:
         position = max(position, int(scaling.original_max_position * scaling.factor))
     dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise read.fail(f"dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
+        raise read.fail(f"dtype {short(dtype)} is not supported; supported: {', '.join(_DTYPES)}")
     bias = read.bool("attention_bias", False) if family in ("llama", "qwen3") else False
     config = ModelConfig(
         architecture=family,
@@ -186,7 +191,7 @@ def _rope(read: _Reader, position: int) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
-        raise rope.fail(f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+        raise rope.fail(f"rope type {short(kind)} is not supported; supported: default, linear, llama3, yarn")
     factor = rope.float("factor")
     original = rope.int("original_max_position_embeddings", position)
     if factor <= 0 or not 1 <= original <= _BOUNDS["max_position"]:
@@ -241,7 +246,7 @@ def _sliding_windows(read: _Reader, family: str, layers: int) -> tuple[int, ...]
         kinds = [str(kind) for kind in cast(list[Any], types)]
         unknown = set(kinds) - {"full_attention", "sliding_attention"}
         if unknown:
-            raise read.fail(f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention")
+            raise read.fail(f"layer type {short(min(unknown))} is not supported; supported: full_attention, sliding_attention")
         sliding = [kind == "sliding_attention" for kind in kinds]
     else:
         first = 0 if family == "mistral" else read.int("max_window_layers", 28)

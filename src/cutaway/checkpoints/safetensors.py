@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutaway.checkpoints.checkpoint import NUMPY_DTYPE, Array, DType, row_slices, store, to_f32
-from cutaway.checkpoints.parse import read_json
+from cutaway.checkpoints.parse import read_json, short
 from cutaway.core.errors import CheckpointError
 
 _DTYPES: dict[str, DType] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -104,7 +104,9 @@ class SafetensorsFile:
         return values
 
     def _entry(self, name: str, value: Any, start: int) -> Entry:
-        what = f"tensor {name!r}"
+        what = f"tensor {short(name)}"
+        if len(name) > 255:
+            self._fail(f"{what}... has a name of {len(name)} characters; at most 255 are allowed")
         if not isinstance(value, dict):
             self._fail(f"{what} is not described by an object")
         fields = cast(dict[str, Any], value)
@@ -133,7 +135,7 @@ class SafetensorsFile:
         """The tensor's dtype; an error that names it if it is none of F32, F16, BF16."""
         word = self.entries[name].dtype
         if word not in _DTYPES:
-            self._fail(f"tensor {name!r} has dtype {word}, which is not supported; supported: {', '.join(_DTYPES)}")
+            self._fail(f"tensor {name!r} has dtype {short(word)}, which is not supported; supported: {', '.join(_DTYPES)}")
         return _DTYPES[word]
 
     def load(self, name: str, dtype: DType | None = None) -> Array:
@@ -185,12 +187,12 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
         raise CheckpointError(f"{index}: has no weight_map")
     names = cast(dict[str, Any], weight_map)
     files: dict[str, SafetensorsFile] = {}
-    for shard in dict.fromkeys(names.values()):
+    for shard in names.values():
+        if isinstance(shard, str) and shard in files:
+            continue
         # a name with a folder in it could point anywhere on this computer
         if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: names {str(shard)[:100]!r} as a shard; a file name ending in .safetensors is needed"
-            )
+            raise CheckpointError(f"{index}: names {short(shard)} as a shard; a file name ending in .safetensors is needed")
         if len(files) >= 1024:
             raise CheckpointError(f"{index}: names more than 1024 shards")
         if not (folder / shard).exists():
