@@ -69,7 +69,7 @@ def slow(config: EngineConfig, parts: object) -> FakeBackend:
 
 def poisoned(config: EngineConfig, parts: object) -> FakeBackend:
     """A row that holds token 7 gets logits that are not finite."""
-    return FakeBackend(129, vocabulary=290, poison=7)
+    return FakeBackend(129, vocabulary=290, seconds=0.005, poison=7)
 
 
 @dataclass

@@ -95,6 +95,17 @@ _MESSAGES_SCHEMA = {
 }
 
 
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string", "minLength": 1}},
+        _IDS_SCHEMA,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _IDS_SCHEMA},
+    ]
+}
+
+
 class Body(Strict):
     """What both endpoints take."""
 
@@ -165,7 +176,7 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """POST /v1/completions. Several prompts give several choices, in their order."""
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompt)]
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS} most likely tokens beside each chosen one.")
 
     def params(self) -> SamplingParams:

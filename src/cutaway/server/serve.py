@@ -37,15 +37,17 @@ T = TypeVar("T")
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not accept yet. Raises CutawayError that says what to do."""
+    if not 0 <= port <= 65535:
+        raise CutawayError(f"--port must be 0 to 65535, where 0 takes a free one, got {port}")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (socket.gaierror, UnicodeError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         raise CutawayError(f"--host {host!r} is no address of this machine ({error}); try 127.0.0.1") from None
     sock = socket.socket(family, kind, proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sock.close()
         raise _no_port(host, port, error) from None
     return sock
@@ -142,11 +144,11 @@ async def _open(config: EngineConfig, api_key: str | None) -> Service:
     return Service(engine, front, channel, parts, metrics, api_key=api_key, version=version("cutaway"))
 
 
-async def _drain(server: uvicorn.Server, service: Service, serving: asyncio.Task[None]) -> None:
-    """Stops accepting; gives running answers DRAIN seconds, then ends them."""
+async def _drain(server: uvicorn.Server, service: Service, serving: asyncio.Task[None], seconds: float) -> None:
+    """Stops accepting; gives running answers so many seconds, then ends them."""
     server.should_exit = True
     if service.running:
-        await asyncio.wait(tuple(service.running), timeout=DRAIN)
+        await asyncio.wait(tuple(service.running), timeout=seconds)
     service.stop()
     try:
         await asyncio.wait_for(asyncio.shield(serving), 2.0)
@@ -156,7 +158,7 @@ async def _drain(server: uvicorn.Server, service: Service, serving: asyncio.Task
 
 
 async def _serve(
-    config: EngineConfig, sock: socket.socket, api_key: str | None, tell: Callable[[str], None], started: float
+    config: EngineConfig, sock: socket.socket, api_key: str | None, drain: float, tell: Callable[[str], None], started: float
 ) -> None:
     signals = Signals(asyncio.get_running_loop())
     service = await signals.unless_stopped(_open(config, api_key))
@@ -179,7 +181,7 @@ async def _serve(
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         await asyncio.wait((serving, waiter := asyncio.ensure_future(signals.stop.wait())), return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
-        await _drain(server, service, serving)
+        await _drain(server, service, serving, drain)
     finally:
         await service.engine.stop()
 
@@ -190,9 +192,11 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
+    drain: float = DRAIN,
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT. port 0 takes a free one; `tell` gets the lines meant for people (stdout if None).
+    """Serves until SIGTERM or SIGINT. port 0 takes a free one; `drain`: seconds that running answers get then; `tell` gets
+    the lines meant for people (stdout if None).
 
     Raises CutawayError when the port, the model or the engine is not to be had.
     """
@@ -203,4 +207,4 @@ def serve(
         if api_key is None and not is_loopback(sock):
             print(f"warning: --host {host} lets the network in and no --api-key is set", file=sys.stderr, flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, sock, api_key, tell, started))
+            runner.run(_serve(config, sock, api_key, drain, tell, started))

@@ -1,0 +1,260 @@
+"""The life of the server's process: port, banner, signals, drain, exit, a killed engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import tiny
+from cutaway.core.errors import CutawayError
+from cutaway.server.serve import bind, serve
+
+SCRIPT = """
+import sys
+from cutaway.engine.config import EngineConfig
+from cutaway.server.serve import serve
+model, backend, drain, host = sys.argv[1:]
+serve(EngineConfig(model=model, backend=backend, max_model_len=256), host=host, port=0, drain=float(drain))
+"""
+FAKE = "cutaway.backends.fake:create"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("model") / "tiny-llama", "llama")
+
+
+@contextmanager
+def process(
+    model: Path, *, backend: str = FAKE, seconds: float = 0.0, drain: float = 5.0, host: str = "127.0.0.1"
+) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, "CUTAWAY_FAKE_VOCABULARY": "384", "CUTAWAY_FAKE_SECONDS": str(seconds), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(model), backend, str(drain), host],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+    )  # fmt: skip
+    timer = threading.Timer(60, server.kill)
+    timer.start()
+    try:
+        yield server
+    finally:
+        timer.cancel()
+        server.kill()
+        server.communicate()
+
+
+def banner_of(server: subprocess.Popen[str]) -> list[str]:
+    assert server.stdout is not None
+    lines = [server.stdout.readline(), server.stdout.readline()]
+    assert lines[0].startswith("Cutaway serves"), (lines, server.stderr and server.stderr.read())
+    return lines
+
+
+def url_of(server: subprocess.Popen[str]) -> str:
+    return banner_of(server)[0].split(" at ")[1].strip()
+
+
+def engine_of(server: subprocess.Popen[str]) -> psutil.Process:
+    return next(p for p in psutil.Process(server.pid).children(recursive=True) if "cutaway.engine.process" in p.cmdline())
+
+
+def body(model: Path, tokens: int, stream: bool = True) -> dict[str, Any]:
+    return {
+        "model": model.stem,
+        "prompt": "the state of",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": stream,
+        "ignore_eos": True,
+    }
+
+
+def test_the_banner_says_where_and_what_and_the_page_is_there_then(model: Path) -> None:
+    with process(model) as server:
+        lines = banner_of(server)
+        url = lines[0].split(" at ")[1].strip()
+        assert lines[0].startswith(f"Cutaway serves {model.stem} at http://127.0.0.1:")
+        for words in ("window 256 tokens", "blocks of 16 tokens", "MiB", "16 rows", "512 tokens a step", "started in"):
+            assert words in lines[1]
+        with httpx.Client(base_url=url, timeout=20) as http:
+            assert http.get("/").status_code == 200
+            assert http.get("/ready").json() == {"ready": True, "state": "ready"}
+            assert http.post("/v1/completions", json=body(model, 4, stream=False)).json()["usage"]["completion_tokens"] == 4
+        children = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=20)
+        assert server.returncode == 0
+        assert (out, err) == ("", "")
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_running_answer_is_finished_before_the_process_ends(model: Path, number: int) -> None:
+    with process(model, seconds=0.01) as server:
+        with httpx.Client(base_url=url_of(server), timeout=20) as http:  # noqa: SIM117
+            with http.stream("POST", "/v1/completions", json=body(model, 60)) as response:
+                pieces = response.iter_raw()
+                raw = next(pieces)
+                server.send_signal(number)
+                time.sleep(0.2)
+                with pytest.raises(httpx.ConnectError):
+                    httpx.get(str(http.base_url) + "/ready")  # no new connections
+                raw += b"".join(pieces)
+        assert raw.endswith(b"data: [DONE]\n\n")
+        server.communicate(timeout=20)
+        assert server.returncode == 0
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_error_event(model: Path) -> None:
+    with process(model, seconds=0.05, drain=0.3) as server:
+        with httpx.Client(base_url=url_of(server), timeout=20) as http:  # noqa: SIM117
+            with http.stream("POST", "/v1/completions", json=body(model, 200)) as response:
+                pieces = response.iter_raw()
+                raw = next(pieces)
+                begun = time.monotonic()
+                server.send_signal(signal.SIGTERM)
+                raw += b"".join(pieces)
+        last = json.loads(raw.decode().split("\n\n")[-2][6:])
+        assert last["error"]["message"] == "the server is shutting down"
+        out, err = server.communicate(timeout=20)
+        assert server.returncode == 0, err
+        assert "Traceback" not in out + err
+        assert time.monotonic() - begun < 5
+
+
+def test_a_second_signal_does_not_wait(model: Path) -> None:
+    with process(model, seconds=0.05, drain=30) as server:
+        with httpx.Client(base_url=url_of(server), timeout=20) as http:
+            children = psutil.Process(server.pid).children(recursive=True)
+            with http.stream("POST", "/v1/completions", json=body(model, 200)) as response:
+                pieces = response.iter_raw()
+                next(pieces)
+                server.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+                assert server.poll() is None
+                server.send_signal(signal.SIGINT)
+                server.wait(5)
+                with suppress(httpx.TransportError):
+                    list(pieces)
+        assert server.returncode == 128 + signal.SIGINT
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_a_signal_while_the_engine_loads_ends_it(tmp_path: Path, model: Path) -> None:
+    backend = tmp_path / "sleeper.py"
+    backend.write_text("import time\ndef create(config, parts):\n    print('', flush=True)\n    time.sleep(60)\n")
+    with process(model, backend=f"{backend}:create") as server:
+        parent = psutil.Process(server.pid)
+        end = time.monotonic() + 20
+        while not (children := parent.children(recursive=True)):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        time.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=15)
+        assert server.returncode == 0
+        assert (out, err) == ("", "")
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_a_killed_engine_fails_its_stream_in_words_and_the_next_request_works(model: Path) -> None:
+    with process(model, seconds=0.02) as server:
+        url = url_of(server)
+        with httpx.Client(base_url=url, timeout=20) as http:
+            with http.stream("POST", "/v1/completions", json=body(model, 200)) as response:
+                pieces = response.iter_raw()
+                raw = next(pieces)
+                engine_of(server).kill()
+                killed = time.monotonic()
+                raw += b"".join(pieces)
+            assert time.monotonic() - killed < 2
+            events = [line[6:] for line in raw.decode().split("\n\n") if line]
+            assert events[-1] != "[DONE]"
+            error = json.loads(events[-1])["error"]
+            assert error["code"] == "engine_died"
+            assert "engine" in error["message"]
+            again = http.post("/v1/completions", json=body(model, 3, stream=False))
+            assert again.status_code == 200, again.text
+            assert time.monotonic() - killed < 10
+            assert http.get("/health").json()["engine"]["restarts"] == 1
+            assert "cutaway:engine_restarts_total" in http.get("/metrics").text
+        server.send_signal(signal.SIGTERM)
+        _, err = server.communicate(timeout=20)
+        assert server.returncode == 0
+        assert "Traceback" not in err
+
+
+def test_an_open_network_without_a_key_is_said(model: Path) -> None:
+    with process(model, host="0.0.0.0") as server:
+        assert url_of(server).startswith("http://127.0.0.1:")
+        server.send_signal(signal.SIGTERM)
+        _, err = server.communicate(timeout=20)
+        assert len(err.splitlines()) == 1
+        assert err.startswith("warning: --host 0.0.0.0")
+        assert "--api-key" in err
+
+
+# ---- the port ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_one_line_that_names_it_and_the_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CutawayError, match=rf"port {port} .*in use.*--port"):
+            bind("127.0.0.1", port)
+
+
+def test_a_bound_port_does_not_accept_before_it_listens() -> None:
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname(), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        ("no.such.host.invalid", 0, "--host"),
+        ("192.0.2.1", 0, "no address of this machine"),
+        ("127.0.0.1", 70000, "--port"),
+        ("127.0.0.1", -1, "--port"),
+        ("a" * 70, 0, "--host"),
+        ("\x00", 0, "--host"),
+    ],
+)
+def test_addresses_that_are_not_to_be_had(host: str, port: int, words: str) -> None:
+    with pytest.raises(CutawayError, match=words) as raised:
+        bind(host, port)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_port_in_use_is_told_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    from cutaway.engine.config import EngineConfig
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(CutawayError, match="in use"):
+        serve(EngineConfig(model=str(tmp_path / "nothing")), port=taken.getsockname()[1])
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    script = SCRIPT.replace("serve(Eng", "from cutaway.core.errors import CutawayError\ntry:\n  serve(Eng")
+    script += "except CutawayError as error:\n  sys.exit(f'error: {error}')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "nothing"), FAKE, "1", "127.0.0.1"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert "nothing" in done.stderr
