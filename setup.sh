@@ -157,7 +157,8 @@ explain() { # explain LABEL: the one line that says why a stage failed and what 
 
 # --- what there is to work with -----------------------------------------------------------------------------------------
 
-usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+recent() { [ "$("$1" -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null)" = True ]; }
+usable() { recent "$1" && "$1" -c 'import venv, ensurepip' >/dev/null 2>&1; }
 
 find_python() { # a Python that is new enough and can make virtual environments
     local name bare=
@@ -167,7 +168,7 @@ find_python() { # a Python that is new enough and can make virtual environments
             return
         fi
         [ "$name" != "${PYTHON:-}" ] || fail "PYTHON=$name is not a Python 3.11 or newer with venv and ensurepip"
-        if [ -z "$bare" ] && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then bare=$name; fi
+        if [ -z "$bare" ] && recent "$name"; then bare=$name; fi
     done
     [ -z "$bare" ] || fail "$bare cannot make virtual environments; install its venv package (Debian, Ubuntu: apt install $(basename "$bare")-venv)"
     fail "no Python 3.11 or newer here; install one (Debian, Ubuntu: apt install python3 python3-venv), or name it in PYTHON"
@@ -230,9 +231,10 @@ if ! lock '|fcntl.LOCK_NB'; then
     lock '' || stopped 130
 fi
 
-printf "%s\n%s\n\n" "Setting up in $venv: $("$base" -V), $hardware." "It may be stopped at any time; the same command goes on from there." >&3
+printf '%s\n%s\n\n' "Setting up in $venv: $("$base" -V), $hardware." \
+    "It may be stopped at any time; the same command goes on from there." >&3
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+if ! recent "$python"; then
     (cd "$venv" && rm -rf bin lib lib64 include pyvenv.cfg)
     must "virtual environment" "$base" -m venv --without-pip "$venv"
 fi
