@@ -96,7 +96,9 @@ def test_an_all_greedy_batch_is_one_pass_over_the_logits():
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():
     logits = torch.randn(2, 300)
-    got = sample(logits, build([SamplingParams(temperature=1e-40, seed=1), SamplingParams(temperature=1e-5, seed=1)]))
+    rows = build([SamplingParams(temperature=1e-40, seed=1), SamplingParams(temperature=1e-5, seed=1)])
+    assert rows.temperature.tolist() == [0.0, pytest.approx(1e-5)]
+    got = sample(logits, rows)
     assert got.ids.tolist() == logits.argmax(-1).tolist() and not got.bad.any()
 
 

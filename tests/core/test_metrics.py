@@ -105,6 +105,20 @@ def test_an_answer_of_one_token_has_no_gap_to_fail_by():
     assert m.goodput(1.0, 0.0) == 0.5
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_was_cut_off_is_no_goodput(reason):
+    m = Metrics()
+    m.arrived(1, 0.0, 4)
+    m.scheduled(1, 0.0, 0)
+    m.tokens(1, 1.0, 1)
+    m.finished(1, 2.0, reason)
+    assert m.goodput(9.0, 9.0) == 0.0
+    shot = m.snapshot()
+    assert shot["histograms"]["e2e_request_latency_seconds"]["count"] == 0 and math.isnan(shot["recent"]["e2e"]["mean"])
+    assert shot["histograms"]["time_to_first_token_seconds"]["count"] == 1
+    assert shot["finished"] == {reason: 1}
+
+
 def test_only_the_first_schedule_counts():
     m = Metrics()
     m.arrived(1, 0.0, 64)
