@@ -232,6 +232,16 @@ def test_only_computed_full_blocks_are_published() -> None:
     assert desk.cache.num_cached == 1
 
 
+def test_what_is_still_in_flight_is_not_published_with_what_came_back() -> None:
+    desk = Desk(usable=20, budget=8)
+    request = desk.add(20)
+    first, second = desk.schedule(), desk.schedule()
+    desk.apply(first)
+    assert request.computed == 16 and len(desk.cache.lookup(request.hashes)) == 2
+    desk.apply(second)
+    assert len(desk.cache.lookup(request.hashes)) == 4
+
+
 def test_an_abort_in_flight_publishes_nothing() -> None:
     desk = Desk()
     request = desk.add(12)

@@ -15,39 +15,43 @@ from cutaway.core.request import SamplingParams
 FAMILIES = [random.Random(seed).choices(range(VOCABULARY), k=200) for seed in range(3)]
 
 
-def a_prompt(rng: random.Random, size: int, room: int) -> list[int]:
+def a_prompt(rng: random.Random, size: int, longest: int) -> list[int]:
     """Of one of three families, so that many share a beginning; lengths at, before and behind the edge of a block."""
-    length = max(1, rng.randint(0, max(1, room // size)) * size + rng.choice([-1, 0, 1, rng.randint(0, size)]))
+    length = max(1, rng.randint(0, max(1, longest // size)) * size + rng.choice([-1, 0, 1, rng.randint(0, size)]))
     prompt = rng.choice(FAMILIES)[:length]
     if rng.random() < 0.2:
         prompt[0] = rng.randrange(VOCABULARY)  # the same blocks behind another beginning
-    if rng.random() < 0.4:
+    if rng.random() < 0.3:
         own = rng.randint(1, length)
         prompt = prompt[:-own] + rng.choices(range(VOCABULARY), k=own)
     return prompt
 
 
 def a_job(rng: random.Random, size: int, pool: int) -> Job:
+    prompt = a_prompt(rng, size, pool * size // rng.choice([1, 2, 4]))
+    room = max(1, pool * size + 1 - len(prompt))  # now and then one more than the pool holds
     params = SamplingParams(
-        temperature=rng.choice([0, 0, 1.0]), seed=rng.randint(0, 9), max_tokens=rng.choice([1, 2, rng.randint(1, 3 * size)])
+        temperature=rng.choice([0, 0, 1.0]),
+        seed=rng.randint(0, 9),
+        max_tokens=rng.choice([1, rng.randint(1, 2 * size), rng.randint(1, room), room + rng.choice([0, 0, 1])]),
     )
     return Job(
-        prompt=a_prompt(rng, size, (pool - 1) * size),
+        prompt=prompt,
         params=params,
-        stop_ids=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 0, 2]))),
+        stop_ids=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 0, 0, 2]))),
         arrival=rng.choice([0, 0, rng.randint(0, 15)]),
-        abort_after=rng.choice([None, None, None, rng.randint(0, 12)]),
+        abort_after=rng.choice([None, None, None, None, rng.randint(0, 20)]),
     )
 
 
 def a_scenario(rng: random.Random, depth: int, jobs: int) -> Scenario:
-    size = rng.choice([2, 4, 16])
-    pool = rng.randint(1, 10)
+    size = rng.choice([2, 4, 4, 16])
+    pool = rng.randint(2, 10)
     limits = Limits(
         rows=rng.randint(1, 5),
-        budget=rng.choice([1, rng.randint(1, 12), rng.randint(8, 100)]),
-        chunk=rng.choice([1, rng.randint(1, 12), 100]),
-        window=rng.choice([60, 1000]),
+        budget=rng.choice([rng.randint(1, 12), rng.randint(8, 100)]),
+        chunk=rng.choice([rng.randint(1, 12), 100]),
+        window=rng.choice([60, 1000, 1000]),
         block_size=size,
     )
     return Scenario(
