@@ -75,13 +75,10 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of `text`; control tokens in it are parsed. special: add BOS, or not, as the tokenizer does by default."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
-        if special and self.bos_id is not None:
-            if self._add_bos is True and ids[:1] != [self.bos_id]:
-                ids.insert(0, self.bos_id)
-            elif self._add_bos is False and ids[:1] == [self.bos_id] and not self._starts_with_bos(text):
-                del ids[0]
-        return ids
+        if self._add_bos is None:
+            return self._backend.encode(text, add_special_tokens=special).ids
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return [self.bos_id, *ids] if special and self._add_bos and self.bos_id is not None else ids
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered chat template: as `encode`, and one BOS, not two, if the template wrote it."""
