@@ -156,7 +156,7 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
 
 def test_a_signal_while_the_engine_loads_ends_it(tmp_path: Path, model: Path) -> None:
     backend = tmp_path / "sleeper.py"
-    backend.write_text("import time\ndef create(config, parts):\n    print('', flush=True)\n    time.sleep(60)\n")
+    backend.write_text("import time\ndef create(config, parts):\n    time.sleep(60)\n")
     with process(model, backend=f"{backend}:create") as server:
         parent = psutil.Process(server.pid)
         end = time.monotonic() + 20
