@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -289,5 +290,39 @@ def test_idle_costs_nothing() -> None:
             await asyncio.sleep(1)
             after = process.cpu_times()
             assert (after.user + after.system) - (before.user + before.system) <= 0.02
+
+    run(work())
+
+
+def test_a_storm_of_requests_cancellations_and_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request ends in one of three ways, and nothing stays behind on either side."""
+    monkeypatch.setenv("CUTAWAY_FAKE_SECONDS", "0.002")
+    monkeypatch.setenv("CUTAWAY_DEBUG", "1")
+    random = Random(1)
+
+    async def work() -> None:
+        channel = ProcessChannel(fake(max_num_seqs=8, kv_blocks=60))
+        async with running(channel) as engine:
+
+            async def one(id: int) -> str:
+                await asyncio.sleep(random.random() * 3)
+                request = ask(id, prompt=random.randint(1, 100), max_tokens=random.randint(1, 60))
+                try:
+                    async with asyncio.timeout(random.choice([30, 30, 0.05, 0.3])):
+                        output = await collect(engine, request)
+                except TimeoutError:
+                    return "cancelled"
+                assert output.error or len(output.token_ids) == request.params.max_tokens
+                return "failed" if output.error else "served"
+
+            storm = [asyncio.create_task(one(i)) for i in range(150)]
+            await asyncio.sleep(1.5)
+            assert channel.pid is not None
+            os.kill(channel.pid, signal.SIGKILL)
+            ends = await asyncio.gather(*storm)
+            assert ends.count("served") > 50
+            await until(lambda: channel.stats is not None and channel.stats.running + channel.stats.waiting == 0)
+            assert channel.stats is not None
+            assert (channel.stats.used, channel.restarts, engine.num_active) == (1, 1, 0)
 
     run(work())
