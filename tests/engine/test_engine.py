@@ -9,6 +9,7 @@ import pytest
 
 import cutaway.core
 from cutaway.backends.fake import FakeBackend, create
+from cutaway.core.blocks import BlockTable
 from cutaway.core.errors import BadRequest, CutawayError, DoesNotFit
 from cutaway.core.plan import Limits, StepPlan, StepResult, Ticket
 from cutaway.core.prefix_cache import chain
@@ -389,3 +390,30 @@ def test_a_copy_of_a_part_takes_its_place(part: str, tmp_path: Path) -> None:
     assert engine.stats().preemptions > 0 and len(calls) > 10
     for id in range(3):
         assert ids(outputs[id]) == answer(a_request(id, length=7, max_tokens=18))
+
+
+def test_two_rows_that_share_a_half_written_block_part_with_a_copy() -> None:
+    """A forked row goes on with its own tokens; the block that both were about to write is copied on the device first."""
+    engine = make()
+    engine.add(a_request(0, length=6, temperature=1.0, seed=1, max_tokens=12))
+    engine.step()
+    (parent,) = engine.scheduler.running
+    child = a_request(1, temperature=1.0, seed=2, max_tokens=12)
+    child.tokens, child.table, child.computed = list(parent.tokens), BlockTable(4), parent.computed
+    child.table.extend(list(parent.table.blocks))
+    child.num_published, child.hashes = parent.num_published, list(parent.hashes)
+    engine.cache.fork(parent.table.blocks)
+    engine._requests[1] = child
+    engine.scheduler.running.append(child)
+    schedule = engine.scheduler.schedule()
+    schedule.admitted.append(child)
+    engine.scheduler.schedule, usual = lambda: schedule, engine.scheduler.schedule
+    engine.step()
+    engine.scheduler.schedule = usual
+    assert engine._backend.plans[1].copies == [(2, 3)] and engine._backend.plans[1].num_rows == 2
+    drain(engine)
+    begun = parent.tokens[:7]
+    assert parent.tokens[6:] == answer(a_request(0, length=6, temperature=1.0, seed=1, max_tokens=12))
+    again = Request(5, list(begun), SamplingParams(temperature=1.0, seed=2, max_tokens=11))
+    assert child.tokens[7:] == answer(again)
+    assert child.tokens != parent.tokens

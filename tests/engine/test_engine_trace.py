@@ -188,3 +188,13 @@ def test_the_file_holds_each_finished_step(tmp_path: Path) -> None:
         engine.step()
     writer.close()
     assert [record["finished"] for record in read_trace(path)] == [[], [], [0]]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    engine = Engine(FakeBackend(12, 4), Parts(), LIMITS, trace=TraceWriter("/dev/full"))
+    engine.add(Request(0, [1], SamplingParams(temperature=0, max_tokens=1)))
+    with pytest.raises(
+        CutawayError, match="cannot write the trace to /dev/full: No space left on device; serve without --trace"
+    ):
+        engine.step()

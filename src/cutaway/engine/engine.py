@@ -240,9 +240,9 @@ class Engine:
         """
         assert request.table is not None
         slot, blocks = self._slots[request.slot], request.table.blocks
-        first = slot.stable
-        while first < len(slot.blocks) and slot.blocks[first] == blocks[first]:
-            first += 1
+        first = len(slot.blocks)
+        if blocks[slot.stable : first] != slot.blocks[slot.stable :]:
+            first = next(i for i in range(slot.stable, first) if blocks[i] != slot.blocks[i])
         new.extend(blocks[first:])
         slot.blocks[first:] = blocks[first:]
         slot.stable = request.num_published

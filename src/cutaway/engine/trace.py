@@ -1,5 +1,8 @@
 """What each step decided, as JSONL: one object a step, the same from any engine that took the same decisions.
 
+A line is written when the step has answered: `free`, `cached` and `used` count blocks after its result was applied, `waiting`
+is the queue as the step left it. A request that is aborted after the last step is in no line's `finished`.
+
 Request ids are numbered in the order in which they appear, block ids in the order of first use (the dummy block stays 0), so
 that two runs that differ in names alone write the same lines. Times are kept only where asked for. The format is
 `server/trace.schema.json`; `./vc diff-trace A B` prints what `diff_traces` finds.
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -73,6 +77,7 @@ class TraceWriter:
             self._file = open(file, "w", encoding="utf-8") if isinstance(file, (str, Path)) else file  # noqa: SIM115
         except OSError as error:
             raise CutawayError(f"cannot write the trace to {file}: {error.strerror}") from None
+        self._name = file if isinstance(file, (str, Path)) else getattr(file, "name", "a stream")
         self._names = Names()
         self._times = times
         self._began = time.perf_counter()
@@ -113,9 +118,14 @@ class TraceWriter:
             row["accepted"] = kept
         if self._times:
             record["times"] = {"submitted": step.submitted, "collected": time.perf_counter() - self._began}
-        json.dump(self._names.canonical(record), self._file, separators=(",", ":"))
-        self._file.write("\n")
-        self._file.flush()
+        line = json.dumps(self._names.canonical(record), separators=(",", ":"))
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):
+                self._file.close()  # now, since it tries once more to write what is left
+            raise CutawayError(f"cannot write the trace to {self._name}: {error.strerror}; serve without --trace") from None
 
     def close(self) -> None:
         self._file.close()
