@@ -62,7 +62,7 @@ done
 
 # --- stamps: a stage is done when its file holds the key of what it was made from ---------------------------------------
 
-key=$({ cat "$root/constraints.txt" "$root/pyproject.toml" "$root/setup.sh" && printf '%s' "$root"; } | cksum | tr ' ' -)
+key=$({ cat "$root/constraints.txt" "$root/setup.sh" && sed '/^\[tool/,$d' "$root/pyproject.toml" && printf '%s' "$root"; } | cksum | tr ' ' -)
 
 stamped() { # stamped STAGE: prints what was noted when it was done with this key
     local found note
@@ -125,6 +125,12 @@ try() { # try LABEL COMMAND...: runs one program, showing the seconds
         printf ' %s %4d s\n' "$mark" $((SECONDS - begun)) >&3
     fi
     return "$status"
+}
+
+become() { # the program that --then names, in this process
+    [ "$log" = /dev/null ] || rm -f "$log"
+    trap - INT TERM HUP
+    exec 3>&- 9>&- "$python" "$@"
 }
 
 must() { try "$@" || explain "$1"; }
@@ -229,6 +235,7 @@ lock() { "$base" -c "import fcntl; fcntl.flock(9, fcntl.LOCK_EX$1)" 2>/dev/null;
 if ! lock '|fcntl.LOCK_NB'; then
     printf '%s\n' "Another set-up is at work in $venv; waiting for it." >&3
     lock '' || stopped 130
+    if [ -n "$then" ] && everything_stands; then become "$@"; fi
 fi
 
 printf '%s\n%s\n\n' "Setting up in $venv: $("$base" -V), $hardware." \
@@ -279,9 +286,7 @@ if ! try "model SmolLM2-135M-Instruct" "$python" -m cutaway.checkpoints.hub; the
     printf '    %s\n' "$why" >&3
 fi
 
-[ "$log" = /dev/null ] || rm -f "$log"
 printf '\n%s\n' "Set up in $((SECONDS - begun)) s." >&3
-exec 9>&-
-trap - INT TERM HUP
-if [ -n "$then" ]; then exec 3>&- "$python" "$@"; fi
+if [ -n "$then" ]; then become "$@"; fi
 printf '\n%s\n' "  next   ./vc serve" >&3
+[ "$log" = /dev/null ] || rm -f "$log"
