@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import aclosing
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from cutaway.core.request import FinishReason
 from cutaway.engine import messages
 from cutaway.engine.channel import InProcessChannel, ProcessChannel
 from cutaway.engine.engine import Stats
+from cutaway.engine.parts import Parts
+from cutaway.engine.process import build, load_backend
 
 BOTH = pytest.mark.parametrize("kind", [InProcessChannel, ProcessChannel])
 
@@ -38,9 +41,6 @@ def test_messages_survive_the_way() -> None:
 
 @BOTH
 def test_ids_are_those_of_the_engine_itself(kind: type[AnyChannel]) -> None:
-    from cutaway.engine.parts import Parts
-    from cutaway.engine.process import build
-
     engine, info = build(fake(), Parts())
     alone: dict[int, list[int]] = {}
     for i in range(4):
@@ -152,3 +152,27 @@ def test_a_fault_at_load_is_one_line(kind: type[AnyChannel], tmp_path: Path, cap
         run(work("def create(config, parts): raise KeyError('wq')\n", "KeyError: 'wq'"))
         run(work("def create(config, parts): os._exit(3)\n", "the engine process ended (exit status 3)"))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("nothing", "backend must be \"module:function\", got 'nothing'"),
+        (
+            "cutaway.backends.none:create",
+            "there is no backend cutaway.backends.none:create: No module named 'cutaway.backends.none'",
+        ),
+        ("cutaway.backends.fake:no", "there is no backend cutaway.backends.fake:no: cutaway.backends.fake has no no"),
+    ],
+)
+def test_a_backend_that_does_not_exist(name: str, line: str) -> None:
+    with pytest.raises(CutawayError) as caught:
+        load_backend(fake(backend=name), Parts())
+    assert str(caught.value) == line
+
+
+def test_a_backend_whose_library_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (tmp_path / "needs.py").write_text("import torch\n")
+    with pytest.raises(CutawayError, match=r"needs torch, which is not installed: pip install 'cutaway\[torch\]'"):
+        load_backend(fake(backend=f"{tmp_path}/needs.py:create"), Parts())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import tiny
 from cutaway.core.errors import BadRequest, CutawayError, DoesNotFit
 from cutaway.core.prefix_cache import chain
 from cutaway.core.request import FinishReason, Output, SamplingParams, TokenLogprobs
@@ -238,3 +239,13 @@ def test_the_built_in_model_is_opened_without_its_weights() -> None:
     assert request.stop_ids == {2}
     with pytest.raises(CutawayError, match="2 to 8192"):
         Front.open(EngineConfig(max_model_len=9000), Parts())
+
+
+def test_a_model_is_named_after_its_file_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_gguf(tmp_path / "tiny.gguf", "llama")
+    tiny.write_folder(tmp_path / "Tiny-3.2-1B", "llama")
+    for model in ("tiny.gguf", "Tiny-3.2-1B", "."):
+        monkeypatch.chdir(tmp_path / "Tiny-3.2-1B" if model == "." else tmp_path)
+        front = Front.open(EngineConfig(model=model), Parts())
+        assert front.model_name == ("tiny" if model == "tiny.gguf" else "Tiny-3.2-1B")
+        assert (front.window, front.eos_ids) == (512, {2} if model == "tiny.gguf" else {0, 2})

@@ -101,7 +101,7 @@ class Front:
     @classmethod
     def open(cls, config: EngineConfig, parts: Parts) -> Front:
         """Reads the model's header and tokenizer, no weights. Raises CheckpointError."""
-        checkpoint = open_checkpoint(resolve(config.model))
+        checkpoint = open_checkpoint(resolve(config.model), config.load_format)
         assets = checkpoint.text()
         tokenizer = Tokenizer.open(assets)
         template = ChatTemplate.open(assets)
@@ -109,7 +109,8 @@ class Front:
         window = config.max_model_len or most
         if not 1 < window <= most:
             raise CutawayError(f"max_model_len must be 2 to {most}, which is the model's own window, got {window}")
-        name = Path(config.model).stem if Path(config.model).exists() else config.model
+        path = Path(config.model)
+        name = path.resolve().name.removesuffix(".gguf") if path.exists() else config.model
         eos_ids = checkpoint.generation.eos_ids | tokenizer.eos_ids
         return cls(name, tokenizer, template, eos_ids, window, parts)
 

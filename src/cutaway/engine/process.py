@@ -45,18 +45,35 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def load_backend(config: EngineConfig, parts: Parts) -> Backend:
+    """What `config.backend` creates. Raises CutawayError that names the library that it lacks."""
+    module, _, function = config.backend.rpartition(":")
+    if not module:
+        raise CutawayError(f'backend must be "module:function", got {config.backend!r}')
+    try:
+        create = getattr(load_module(module), function)
+    except ModuleNotFoundError as error:
+        name = str(error.name)
+        if name.split(".")[0] == "cutaway":
+            raise CutawayError(f"there is no backend {config.backend}: {error}") from None
+        remedy = "pip install 'cutaway[torch]'" if name == "torch" else f"pip install {name}"
+        raise CutawayError(f"the backend {module} needs {name}, which is not installed: {remedy}") from None
+    except AttributeError:
+        raise CutawayError(f"there is no backend {config.backend}: {module} has no {function}") from None
+    return create(config, parts)
+
+
 def build(config: EngineConfig, parts: Parts) -> tuple[Engine, dict[str, Any]]:
     """The engine that `config` asks for, and its figures: window, block_size, kv_blocks, limits, parts, backend.
 
     The window is what one sequence may hold: the model's (or `max_model_len`), at most what the whole pool has room for.
     """
-    module, _, function = config.backend.rpartition(":")
-    if not module:
-        raise CutawayError(f'backend must be "module:function", got {config.backend!r}')
-    backend: Backend = getattr(load_module(module), function)(config, parts)
+    backend = load_backend(config, parts)
     facts: dict[str, Any] = getattr(backend, "info", dict[str, Any])()
     kv = backend.kv()
-    window = config.max_model_len or facts.get("window") or open_checkpoint(resolve(config.model)).config.max_position
+    window = config.max_model_len or facts.get("window")
+    if window is None:
+        window = open_checkpoint(resolve(config.model), config.load_format).config.max_position
     limits = Limits(
         rows=config.max_num_seqs,
         budget=config.max_num_batched_tokens,
