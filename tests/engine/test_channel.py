@@ -31,7 +31,7 @@ def test_messages_survive_the_way() -> None:
     assert (again.id, again.tokens, again.params) == (7, request.tokens, request.params)
     assert (again.stop_ids, again.hashes, again.num_prompt) == (request.stop_ids, request.hashes, 20)
     assert again.tokens is not sent.requests[0].tokens
-    for message in (messages.Start(fake()), messages.Abort([1, 2]), messages.Stop()):
+    for message in (messages.Start(fake(), ["", "/x"]), messages.Abort([1, 2]), messages.Stop()):
         assert messages.engine_decoder().decode(messages.encode(message)) == message
     for message in (messages.Loading("x"), messages.Ready({"window": 3}), messages.Failed("y")):
         assert messages.front_decoder().decode(messages.encode(message)) == message
@@ -176,3 +176,18 @@ def test_a_backend_whose_library_is_not_installed(tmp_path: Path, monkeypatch: p
     (tmp_path / "needs.py").write_text("import torch\n")
     with pytest.raises(CutawayError, match=r"needs torch, which is not installed: pip install 'cutaway\[torch\]'"):
         load_backend(fake(backend=f"{tmp_path}/needs.py:create"), Parts())
+
+
+def test_import_strings_mean_the_same_in_both_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the front can import the engine can; what lies in the folder that it is started in cannot get in its way."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.py").write_text("from cutaway.backends.fake import create\n")
+    (tmp_path / "zmq.py").write_text("raise SystemExit(1)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+
+    async def work() -> None:
+        async with running(ProcessChannel(fake(backend="mine:create"))) as engine:
+            assert (await collect(engine, ask(0))).error is None
+
+    run(work())

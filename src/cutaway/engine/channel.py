@@ -328,7 +328,8 @@ class _EngineProcess:
             self.socket.bind(f"ipc://{path}")
             # Its standard output is our standard error: a learner's print is seen and never mixed into an answer.
             # A process group of its own: Ctrl-C in a terminal is the front's to handle.
-            command = [sys.executable, "-m", "cutaway.engine.process", path]
+            # -P: no module of the folder that it happens to be started in can pass for a library's.
+            command = [sys.executable, "-P", "-m", "cutaway.engine.process", path]
             self.process = subprocess.Popen(command, stdin=stdin, stdout=2, process_group=0)
         except BaseException:
             self._release()
@@ -338,7 +339,7 @@ class _EngineProcess:
 
     async def read(self, config: EngineConfig, handle: Callable[[messages.ToFront], None]) -> None:
         decoder = messages.front_decoder()
-        await self.socket.send(messages.encode(messages.Start(config)))
+        await self.socket.send(messages.encode(messages.Start(config, sys.path)))
         while True:
             handle(decoder.decode(await self.socket.recv()))
             self._num_read += 1

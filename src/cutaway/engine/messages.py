@@ -33,9 +33,11 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Start(msgspec.Struct, array_like=True, tag=True):
-    """The first message: the settings, which are thereby in no argument list and no environment."""
+    """The first message: the settings, which are thereby in no argument list and no environment, and the front's
+    `sys.path`, so that import strings mean the same in both processes."""
 
     config: EngineConfig
+    path: list[str]
 
 
 class Add(msgspec.Struct, array_like=True, tag=True):

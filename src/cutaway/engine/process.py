@@ -160,6 +160,7 @@ def run(link: Link) -> None:
     start, *rest = link.receive(wait=True)
     if not isinstance(start, messages.Start):
         raise CutawayError("the first message to an engine process must be Start")
+    sys.path[:] = start.path
     link.send(messages.Loading(f"loading {start.config.model}"))
     parts = Parts(start.config.parts)
     engine, info = build(start.config, parts)
