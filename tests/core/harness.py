@@ -40,7 +40,6 @@ class StrictBackend(FakeBackend):
     """The fake backend, refusing plans that break the limits."""
 
     limits: Limits
-    slots_seen: int = 0
 
     def submit(self, plan: StepPlan) -> Ticket:
         assert plan.num_rows == len(set(plan.slot.tolist())) <= self.limits.rows
@@ -49,6 +48,18 @@ class StrictBackend(FakeBackend):
         assert plan.n_tokens.max() <= max(self.limits.chunk, 1)
         assert ((plan.slot >= 0) & (plan.slot < self.limits.rows)).all()
         return super().submit(plan)
+
+    def _stage(self, plan: StepPlan) -> None:
+        """No row reads or writes a block that another writes in the same step: rows have no order on a device."""
+        super()._stage(plan)
+        size, writer = self._spec.block_size, {}
+        rows = list(zip(plan.slot.tolist(), plan.start.tolist(), plan.n_tokens.tolist(), strict=True))
+        for slot, start, n in rows:
+            for block in set((self._rows[slot].places[start : start + n] // size).tolist()):
+                assert writer.setdefault(block, slot) == slot, f"block {block} is written by two rows"
+        for slot, start, _ in rows:
+            for block in set((self._rows[slot].places[:start] // size).tolist()):
+                assert writer.get(block, slot) == slot, f"block {block} is read while another row writes it"
 
 
 @dataclass
@@ -134,6 +145,9 @@ def run(s: Scenario) -> Engine:
             if output.finish_reason:
                 reasons[output.id] = output.finish_reason
         check(engine)
+        order = list(requests)
+        queue = [order.index(r.id) for r in (*engine.scheduler.running, *engine.scheduler.waiting)]
+        assert queue == sorted(queue), "a request has passed one that came before it"
         step += 1
         assert step < 5000, "no progress"
     for id, request in requests.items():

@@ -312,14 +312,6 @@ def test_a_copy_without_a_free_block_preempts_the_last_row() -> None:
     assert [r for r, _, _ in step.rows] == [parent] and len(parent.table.blocks) == 2
 
 
-def test_a_step_that_preempted_admits_nobody() -> None:
-    desk, first, second, step = preempted()
-    small = desk.add(1, max_tokens=1)
-    assert step.preempted and not step.admitted
-    assert list(desk.scheduler.waiting) == [second, small]
-    assert first in desk.scheduler.running
-
-
 def test_check_sees_damage() -> None:
     desk = Desk()
     request = desk.add(6)

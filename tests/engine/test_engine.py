@@ -278,6 +278,7 @@ def test_preemption_in_a_tiny_pool_loses_and_repeats_nothing(depth: int, cache: 
         engine.add(a_request(id, length=7, max_tokens=18))
     outputs = drain(engine)
     assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_hit_tokens == 0 and engine.stats().prompt_tokens == 28  # no prompt shares with another
     for id in range(4):
         assert ids(outputs[id]) == answer(a_request(id, length=7, max_tokens=18))
 

@@ -42,7 +42,7 @@ class Stats:
     total: int = 0
     step_seconds: float = 0.0
     preemptions: int = 0
-    prefix_hit_tokens: int = 0
+    prefix_hit_tokens: int = 0  # of prompt_tokens: what a preempted row finds of its own again is not counted
     prompt_tokens: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
@@ -204,7 +204,7 @@ class Engine:
         self._in_flight.append(_InFlight(self._backend.submit(plan), rows, trace))
         self._stats.step += 1
         self._stats.computed_tokens += int(plan.n_tokens.sum())
-        self._stats.prefix_hit_tokens += sum(r.num_cached for r in schedule.admitted)
+        self._stats.prefix_hit_tokens += sum(r.num_cached for r in schedule.admitted if not r.preemptions)
 
     def _plan(self, schedule: Schedule, admitted: list[Admission]) -> StepPlan:
         first: list[int] = []
