@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -15,7 +17,7 @@ from cutaway.checkpoints import hub, open_checkpoint
 from cutaway.checkpoints.checkpoint import to_bf16
 from cutaway.checkpoints.config import RopeScaling
 from cutaway.checkpoints.gguf import GGUFCheckpoint, half_split_rows
-from cutaway.checkpoints.gguf_header import GGML_TYPES, GGUFHeader
+from cutaway.checkpoints.gguf_header import GGML_TYPES, NOT_WEIGHTS, GGUFHeader
 from cutaway.core.errors import CheckpointError
 
 QUANTIZABLE = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"]
@@ -120,6 +122,8 @@ def test_the_type_table_is_the_packages() -> None:
         number: (block, nbytes) for number, (_, block, nbytes) in GGML_TYPES.items()
     }
     assert {int(kind) for kind in quants._type_traits} <= set(GGML_TYPES)
+    known = {kind.name for kind in quants._type_traits} | {"F32", "F16"}
+    assert {name for name, _, _ in GGML_TYPES.values()} - known == NOT_WEIGHTS
 
 
 def test_a_type_that_cannot_be_dequantized_is_named(tmp_path: Path) -> None:
@@ -128,6 +132,15 @@ def test_a_type_that_cannot_be_dequantized_is_named(tmp_path: Path) -> None:
     path = replace_tensor(plain, tmp_path / "m.gguf", "blk.0.ffn_down.weight", raw, gguf.GGMLQuantizationType.Q8_K)
     with pytest.raises(CheckpointError, match=r"Q8_K"):
         open_checkpoint(path)
+
+
+def test_opening_reads_no_weights_and_imports_no_dequantizer(tmp_path: Path) -> None:
+    """The front opens checkpoints too, and starts faster without."""
+    path = tiny.write_gguf(tmp_path / "m.gguf", "llama", quantization="Q4_0")
+    code = "import sys; from pathlib import Path; from cutaway.checkpoints import open_checkpoint; "
+    code += "open_checkpoint(Path(sys.argv[1])).text(); print('gguf' in sys.modules, 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == ["False", "False"]
 
 
 def test_large_tensors_are_converted_in_slices_and_stay_exact(tmp_path: Path) -> None:

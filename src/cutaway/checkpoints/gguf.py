@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cutaway.checkpoints import gguf_config
 from cutaway.checkpoints.checkpoint import NUMPY_DTYPE, Array, DType, GenerationDefaults, row_slices, store
-from cutaway.checkpoints.gguf_header import GGUFHeader, TensorInfo
+from cutaway.checkpoints.gguf_header import NOT_WEIGHTS, GGUFHeader, TensorInfo
 from cutaway.checkpoints.layout import check_tensors
 from cutaway.core.errors import CheckpointError
 from cutaway.core.text_assets import TextAssets
@@ -71,12 +71,14 @@ class GGUFCheckpoint:
         infos = dict(self._header.tensors)
         infos.pop("rope_freqs.weight", None)
         self._tensors: dict[str, TensorInfo] = {hf_name(name): info for name, info in infos.items()}
+        if len(self._tensors) != len(infos):
+            raise CheckpointError(f"{path}: has a tensor under two names")
         self.config = gguf_config.model_config(self._header, self._tensors, self._rope_factors())
         self._names = check_tensors(str(path), self.config, {name: info.shape for name, info in self._tensors.items()})
         for name in self._names:
-            self._dequantizer(self._tensors[name])
-        name = self._header.metadata.get("general.name")
-        self.name = name if isinstance(name, str) and name else path.stem
+            if self._tensors[name].type_name in NOT_WEIGHTS:
+                raise _unknown_type(path, self._tensors[name])
+        self.name = path.stem
         self.generation: GenerationDefaults = gguf_config.generation_defaults(self._header)
 
     def names(self) -> list[str]:
@@ -152,6 +154,10 @@ class GGUFCheckpoint:
         raw = np.empty(info.nbytes, np.uint8)
         self._read(info, 0, raw)
         return tuple(raw.view(np.float32).tolist())
+
+
+def _unknown_type(path: Path, info: TensorInfo) -> CheckpointError:
+    return CheckpointError(f"{path}: tensor {info.name!r} has ggml type {info.type_name}, which cannot be dequantized")
 
 
 def _quantized(path: Path, info: TensorInfo) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:

@@ -39,6 +39,9 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 
+# types of intermediate results and of integers, which the gguf package does not dequantize
+NOT_WEIGHTS = frozenset({"Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64"})
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
