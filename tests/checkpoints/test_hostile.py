@@ -85,6 +85,7 @@ GGUF: dict[str, tuple[bytes, str]] = {
     "tensor twice": (header(2, 0, tensor("t", [4]) * 2 + bytes(64)), "tensor 't' appears twice"),
     "no architecture": (header(0, 0, bytes(8)), "'general.architecture' is missing"),
     "architecture is a number": (header(0, 1, key("general.architecture", 4, bytes(4))), "should be str"),
+    "one part of three": (header(0, 1, key("split.count", 2, struct.pack("<H", 3))), "is one of 3 parts of a model"),
     "no tensors": (header(0, 1, key("general.architecture", 8, string("llama"))), "'token_embd.weight' is missing"),
 }
 
@@ -199,10 +200,16 @@ def test_json_files_that_are_none(tmp_path: Path, file: str, text: bytes) -> Non
     assert file in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_paths_that_are_nothing(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(CheckpointError, match=r"no such file|config.json: cannot be read"):
-            open_checkpoint(path)
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        open_checkpoint(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"has no config.json, so it is not a model's folder$"):
+        open_checkpoint(tmp_path)
+    tiny.write_gguf(tmp_path / "a.gguf", "llama")
+    assert open_checkpoint(tmp_path).kind == "gguf"
+    tiny.write_gguf(tmp_path / "b.gguf", "llama")
+    with pytest.raises(CheckpointError, match=r"give the path of one of its 2 .gguf files"):
+        open_checkpoint(tmp_path)
 
 
 def use(path: Path) -> None:

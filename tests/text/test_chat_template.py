@@ -13,6 +13,7 @@ import pytest
 import tiny
 from cutaway.checkpoints import hub, open_checkpoint
 from cutaway.core.errors import BadRequest, CheckpointError
+from cutaway.text import chat
 from cutaway.text.chat import ChatTemplate
 from cutaway.text.tokenizer import Tokenizer
 
@@ -148,6 +149,15 @@ def test_a_template_without_end_is_stopped(source: str) -> None:
     with pytest.raises(BadRequest):
         ChatTemplate(source).render(USER)
     assert time.perf_counter() - start < 10
+
+
+def test_a_template_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_SECONDS", 0.2)
+    slow = "{% for i in range(90000) %}{% set x = range(99999) | list | sort %}{% endfor %}"
+    start = time.perf_counter()
+    with pytest.raises(BadRequest, match="does not come to an end"):
+        ChatTemplate(slow).render(USER)
+    assert time.perf_counter() - start < 5
 
 
 def test_long_chats_are_within_the_budget() -> None:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import tiny
 from cutaway.checkpoints import hub, open_checkpoint
-from cutaway.core.errors import CheckpointError
+from cutaway.core.errors import BadRequest, CheckpointError
 from cutaway.core.text_assets import TextAssets, Vocabulary
 from cutaway.text.tokenizer import Tokenizer
 
@@ -73,7 +73,9 @@ def test_added_tokens_that_are_not_special_show_as_their_text(tmp_path: Path) ->
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_tokens([AddedToken("<tool é>", normalized=False)])
     backend.save(str(folder / "tokenizer.json"))
-    tokenizer = folder_tokenizer(folder)
+    with pytest.raises(BadRequest, match=r"holds '<tool é>', token 384, but the model knows only 384 tokens"):
+        folder_tokenizer(folder).encode("a<tool é>b")
+    tokenizer = Tokenizer.open(replace(open_checkpoint(folder).text(), vocab_size=385))
     ids = tokenizer.encode("a<tool é>b")
     assert 384 in ids and not tokenizer.is_special(384)
     assert b"".join(tokenizer.token_bytes(id) for id in ids).decode() == tokenizer.decode(ids) == "a<tool é>b"

@@ -21,7 +21,7 @@ def resolve(model: str) -> Path:
 
 
 def open_checkpoint(path: Path, load_format: Literal["auto", "dummy"] = "auto") -> Checkpoint:
-    """Opens a .gguf file or a Hugging Face folder: headers are read and checked, weights are not.
+    """Opens a .gguf file (or a folder with just one) or a Hugging Face folder: headers are read and checked, weights are not.
 
     load_format "dummy": random weights for a folder's config.json. CheckpointError in one line for whatever is wrong.
 
@@ -32,7 +32,13 @@ def open_checkpoint(path: Path, load_format: Literal["auto", "dummy"] = "auto") 
     if load_format == "dummy" and (path.is_dir() or path.suffix == ".json"):
         return open_dummy(path)
     if path.is_dir():
-        return FolderCheckpoint(path)
+        if (path / "config.json").exists():
+            return FolderCheckpoint(path)
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            hint = f"; give the path of one of its {len(files)} .gguf files" if files else ""
+            raise CheckpointError(f"{path}: has no config.json, so it is not a model's folder{hint}")
+        return GGUFCheckpoint(files[0])
     if path.is_file():
         return GGUFCheckpoint(path)
     raise CheckpointError(f"{path}: no such file or folder; give the path of a .gguf file or of a folder with config.json")

@@ -43,6 +43,9 @@ def _get(header: GGUFHeader, key: str, kind: type[T], default: T | None = None) 
 
 
 def architecture(header: GGUFHeader) -> str:
+    parts = _get(header, "split.count", int, 1)
+    if parts > 1:
+        _fail(header, f"is one of {parts} parts of a model; join them first (llama-gguf-split --merge)")
     name = _get(header, "general.architecture", str)
     if name not in ARCHITECTURES:
         _fail(

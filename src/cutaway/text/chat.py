@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -25,6 +26,7 @@ from cutaway.core.errors import BadRequest
 from cutaway.core.text_assets import TextAssets
 
 _WORK = 500_000  # units of a render: one a loop step or call, one a kilobyte joined; the longest chats take some 10^4
+_SECONDS = 10.0
 _MAX_TEXT = 16 << 20  # characters of a rendered prompt or of any string on the way
 _BUDGET = "cutaway_budget"
 
@@ -34,14 +36,15 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Budget:
-    """Work left to one render."""
+    """Work left to one render, and the time by which it ends (filters such as `sort` cost far more than a unit)."""
 
     def __init__(self) -> None:
         self.left = _WORK
+        self.until = time.monotonic() + _SECONDS
 
     def spend(self, units: int) -> None:
         self.left -= units
-        if self.left < 0:
+        if self.left < 0 or time.monotonic() > self.until:
             raise SecurityError("it does not come to an end")
 
     def joined(self, size: int) -> None:
@@ -211,8 +214,9 @@ class ChatTemplate:
         try:
             if self._template is None:
                 self._template = _environment().from_string(self.source)
-            variables = self._special_tokens | kwargs | {"messages": messages, "add_generation_prompt": add_generation_prompt}
-            return self._collect(self._template, variables | {_BUDGET: _Budget()})
+            variables = {"tools": None, "documents": None} | self._special_tokens | kwargs | {"messages": messages}
+            variables |= {"add_generation_prompt": add_generation_prompt, _BUDGET: _Budget()}
+            return self._collect(self._template, variables)
         except _Refused as error:
             raise self._bad(f"the model's chat template refuses these messages: {_line(error)}") from error
         except SecurityError as error:

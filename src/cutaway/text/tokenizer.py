@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import AddedToken
 
-from cutaway.core.errors import CheckpointError
+from cutaway.core.errors import BadRequest, CheckpointError
 from cutaway.core.text_assets import TextAssets
 from cutaway.text.vocabulary import build
 
@@ -74,11 +74,17 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of `text`; control tokens in it are parsed. special: add BOS, or not, as the tokenizer does by default."""
-        if self._add_bos is None:
-            return self._backend.encode(text, add_special_tokens=special).ids
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return [self.bos_id, *ids] if special and self._add_bos and self.bos_id is not None else ids
+        """Ids of `text`; control tokens in it are parsed. special: add BOS, or not, as the tokenizer does by default.
+
+        BadRequest for a token that the tokenizer has and the model has not (fine-tunes that added tokens to one alone).
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special and self._add_bos is None).ids
+        if special and self._add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if ids and max(ids) >= self.vocab_size:
+            token = self._backend.id_to_token(max(ids))
+            raise BadRequest(f"the text holds {token!r}, token {max(ids)}, but the model knows only {self.vocab_size} tokens")
+        return ids
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered chat template: as `encode`, and one BOS, not two, if the template wrote it."""
