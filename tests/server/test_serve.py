@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,18 +15,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from processes import banner_of, serve_process, url_of
 
 import tiny
 from cutaway.core.errors import CutawayError
 from cutaway.server.serve import bind, serve
 
-SCRIPT = """
-import sys
-from cutaway.engine.config import EngineConfig
-from cutaway.server.serve import serve
-model, backend, drain, host = sys.argv[1:]
-serve(EngineConfig(model=model, backend=backend, max_model_len=256), host=host, port=0, drain=float(drain))
-"""
 FAKE = "cutaway.backends.fake:create"
 
 
@@ -42,30 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process(
     model: Path, *, backend: str = FAKE, seconds: float = 0.0, drain: float = 5.0, host: str = "127.0.0.1"
 ) -> Iterator[subprocess.Popen[str]]:
-    env = {**os.environ, "CUTAWAY_FAKE_VOCABULARY": "384", "CUTAWAY_FAKE_SECONDS": str(seconds), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(model), backend, str(drain), host],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-    )  # fmt: skip
-    timer = threading.Timer(60, server.kill)
-    timer.start()
-    try:
+    config = {"model": str(model), "backend": backend, "max_model_len": 256}
+    env = {"CUTAWAY_FAKE_VOCABULARY": "384", "CUTAWAY_FAKE_SECONDS": str(seconds)}
+    with serve_process(config, env, host=host, drain=drain) as server:
         yield server
-    finally:
-        timer.cancel()
-        server.kill()
-        server.communicate()
-
-
-def banner_of(server: subprocess.Popen[str]) -> list[str]:
-    assert server.stdout is not None
-    lines = [server.stdout.readline(), server.stdout.readline()]
-    assert lines[0].startswith("Cutaway serves"), (lines, server.stderr and server.stderr.read())
-    return lines
-
-
-def url_of(server: subprocess.Popen[str]) -> str:
-    return banner_of(server)[0].split(" at ")[1].strip()
 
 
 def engine_of(server: subprocess.Popen[str]) -> psutil.Process:
@@ -248,13 +219,10 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for(tmp_path: Path) ->
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
-    script = SCRIPT.replace("serve(Eng", "from cutaway.core.errors import CutawayError\ntry:\n  serve(Eng")
-    script += "except CutawayError as error:\n  sys.exit(f'error: {error}')\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "nothing"), FAKE, "1", "127.0.0.1"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
-    assert "nothing" in done.stderr
+    with serve_process({"model": str(tmp_path / "nothing"), "backend": FAKE}, {}) as server:
+        out, err = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert "nothing" in err

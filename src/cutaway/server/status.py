@@ -79,8 +79,9 @@ VLLM = frozenset({
     "prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
 })  # fmt: skip
-# The server learns of a request's admission with its first output, which is too late to call it a queue time.
-NOT_KNOWN_HERE = frozenset({"request_queue_time_seconds"})
+# The server learns of a request's admission with its first output, which is too late to call it a queue time; steps are
+# counted by the engine, because the figures of several may arrive at once.
+NOT_KNOWN_HERE = frozenset({"request_queue_time_seconds", "steps"})
 HELP = {
     "prompt_tokens": "Prompt tokens of requests that a step has worked on",
     "generation_tokens": "Tokens generated",
@@ -114,7 +115,8 @@ class Exporter(Collector):
         return f"{'vllm' if name in VLLM else 'cutaway'}:{name}"
 
     def _counters(self, counters: Mapping[str, float]) -> Iterable[Metric]:
-        for name, value in counters.items():
+        steps = getattr(self.service.channel.stats, "step", 0)
+        for name, value in {**{n: v for n, v in counters.items() if n not in NOT_KNOWN_HERE}, "steps": steps}.items():
             family = CounterMetricFamily(self._name(name), HELP.get(name, name), labels=self.labels)
             family.add_metric(self.values, value)
             yield family
