@@ -76,7 +76,7 @@ stamp() { # stamp STAGE [NOTE]: written beside and moved, so that it is whole or
 
 everything_stands() {
     local variant
-    [ -x "$python" ] && stamped libraries >/dev/null && variant=$(stamped torch) || return 1
+    [ -x "$python" ] && [ -f "$venv/pyvenv.cfg" ] && stamped libraries >/dev/null && variant=$(stamped torch) || return 1
     [ -z "$hardware" ] || [ "$hardware" = "$variant" ] || return 1
     [ -z "$dev" ] || stamped dev >/dev/null || return 1
     [ -z "$jax" ] || stamped jax >/dev/null
@@ -164,6 +164,11 @@ explain() { # explain LABEL: the one line that says why a stage failed and what 
 # --- what there is to work with -----------------------------------------------------------------------------------------
 
 recent() { [ "$("$1" -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null)" = True ]; }
+# A .venv/bin/python without its pyvenv.cfg is the system's Python: what pip did there, it would do to the whole machine.
+is_ours() {
+    [ "$("$python" -c 'import os, sys; print(os.path.realpath(sys.prefix) == os.path.realpath(sys.argv[1]))' "$venv" 2>/dev/null)" = True ] &&
+        recent "$python"
+}
 usable() { recent "$1" && "$1" -c 'import venv, ensurepip' >/dev/null 2>&1; }
 
 find_python() { # a Python that is new enough and can make virtual environments
@@ -191,8 +196,10 @@ PY
 }
 
 drop_torn_packages() { # what a killed pip left half-written counts as installed to the next pip; take its record away
+    # Answers whether there was any.
     "$python" -S - "$venv" <<'PY'
 import csv, pathlib, shutil, sys
+torn = False
 for site in pathlib.Path(sys.argv[1]).glob("lib/python*/site-packages"):
     for left in site.glob("~*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -204,14 +211,16 @@ for site in pathlib.Path(sys.argv[1]).glob("lib/python*/site-packages"):
             whole = False
         if not whole:
             shutil.rmtree(info)
+            torn = True
+sys.exit(not torn)
 PY
 }
 
 # --- the stages ---------------------------------------------------------------------------------------------------------
 
 log=$(mktemp "${TMPDIR:-/tmp}/cutaway-setup.XXXXXX" 2>/dev/null) || log=/dev/null
-unset PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
-export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONNOUSERSITE=1 PYTHONUNBUFFERED=1
+unset PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
+export PIP_REQUIRE_VIRTUALENV=1 PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONNOUSERSITE=1 PYTHONUNBUFFERED=1
 install=("$python" -m pip install --retries 2 --prefer-binary -c "$root/constraints.txt")
 begun=$SECONDS
 
@@ -241,11 +250,13 @@ fi
 printf '%s\n%s\n\n' "Setting up in $venv: $("$base" -V), $hardware." \
     "It may be stopped at any time; the same command goes on from there." >&3
 
-if ! recent "$python"; then
+if ! is_ours; then
+    (cd "$stamps" && rm -f libraries torch jax dev)
     (cd "$venv" && rm -rf bin lib lib64 include pyvenv.cfg)
     must "virtual environment" "$base" -m venv --without-pip "$venv"
 fi
-drop_torn_packages
+# Asked for by name, set-up looks at everything again; pip is quick where nothing is missing.
+if drop_torn_packages || [ -z "$then" ]; then (cd "$stamps" && rm -f libraries torch jax dev); fi
 "$python" -m pip --version >/dev/null 2>&1 || must "pip" "$python" -m ensurepip --upgrade
 
 if ! stamped libraries >/dev/null; then

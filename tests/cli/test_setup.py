@@ -127,6 +127,21 @@ def test_a_disk_without_room_or_without_rights_is_one_line(clone: Path, tmp_path
 # --- interruptions ------------------------------------------------------------------------------------------------------
 
 
+def test_a_torn_environment_is_not_taken_for_the_system_s_python(clone: Path) -> None:
+    """Without its pyvenv.cfg, .venv/bin/python is the system's Python, and pip would change the whole machine."""
+    binary = clone / ".venv" / "bin"
+    binary.mkdir(parents=True)
+    (binary / "python").symlink_to(Path(sys.executable).resolve())
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    done = shell(clone / "setup.sh", cwd=clone, PYTHON=sys.executable, **index)
+    refuses(done)
+    assert "virtual environment" in done.stdout
+    where = subprocess.run(
+        [binary / "python", "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert where.stdout.strip() == str(clone / ".venv")
+
+
 @pytest.mark.slow
 def test_set_up_goes_on_after_any_interruption(clone: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CUTAWAY"))}
