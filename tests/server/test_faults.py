@@ -194,6 +194,29 @@ def test_a_stop_of_the_server_ends_answers_with_an_error(tmp_path: Path) -> None
     assert seen["whole"].json()["error"]["message"] == "the server is shutting down"
 
 
+@pytest.mark.parametrize("where", ["complete", "stream"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_bug_is_one_line_without_its_text_and_the_server_goes_on(
+    slowly: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, stream: bool
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("a secret of the inside")
+
+    body = {**LONG, "max_tokens": 2, "stream": stream}
+    with httpx.Client(base_url=slowly.url, timeout=20) as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(slowly.service.front, where, broken)
+            response = http.post("/v1/completions", json=body)
+        assert response.status_code == 500
+        error = response.json()["error"]
+        assert error["code"] == "internal_error"
+        assert "ZeroDivisionError" in error["message"]
+        assert "secret" not in response.text
+        assert [r.getMessage() for r in caplog.records if "test_faults.py" in r.getMessage()]
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert slowly.service.engine.num_active == 0
+
+
 def test_a_dead_engine_is_503_in_words(tmp_path: Path) -> None:
     with serving(tmp_path) as served, httpx.Client(base_url=served.url, timeout=20) as http:
         channel: Any = served.service.channel

@@ -11,6 +11,7 @@ from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cutaway.core.errors import BadRequest, CutawayError
 from cutaway.core.request import Request as Sequence
@@ -50,6 +51,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(CutawayError, _on_error)
     app.add_exception_handler(HTTPException, partial(_on_http_error, app))
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_middleware(Guard)
     return app
 
 
@@ -215,6 +217,21 @@ async def _on_http_error(app: FastAPI, http: Request, error: Exception) -> Respo
         response.headers["allow"] = allowed
         return response
     return error_response(BadRequest(str(error.detail), status=error.status_code))
+
+
+class Guard:
+    """Turns a bug in a route into an error of the usual shape. Answers underway see to their own (answers.py)."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
 
 
 async def _on_disconnect(_http: Request, _error: Exception) -> Response:
