@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -220,13 +221,11 @@ def test_the_built_in_model_is_read_as_the_package_reads_it() -> None:
 
 @pytest.mark.model
 def test_the_built_in_header_is_parsed_without_building_its_vocabulary() -> None:
-    import time
-
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         header = GGUFHeader(builtin())
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.3
     tokens = header.strings("tokenizer.ggml.tokens")
     assert len(tokens) == 49152 and tokens[:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

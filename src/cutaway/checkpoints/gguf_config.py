@@ -158,20 +158,20 @@ def generation_defaults(header: GGUFHeader) -> GenerationDefaults:
 def text_assets(header: GGUFHeader, name: str, vocab_size: int, generation: GenerationDefaults) -> TextAssets:
     """The vocabulary as lists, the chat template and the special tokens' texts."""
     model = _get(header, "tokenizer.ggml.model", str)
+    count = header.count("tokenizer.ggml.tokens")
+    if not 0 < count <= vocab_size:
+        _fail(header, f"has {count} tokens for {vocab_size} embedding rows")
+    for what in ("token_type", "scores"):
+        if header.count(f"tokenizer.ggml.{what}") not in (0, count):
+            _fail(header, f"has {header.count(f'tokenizer.ggml.{what}')} entries in tokenizer.ggml.{what} for {count} tokens")
     tokens = header.strings("tokenizer.ggml.tokens")
-    if not tokens or len(tokens) > vocab_size:
-        _fail(header, f"has {len(tokens)} tokens for {vocab_size} embedding rows")
-    types, scores = header.numbers("tokenizer.ggml.token_type"), header.numbers("tokenizer.ggml.scores")
-    for what, column in (("token_type", types), ("scores", scores)):
-        if column and len(column) != len(tokens):
-            _fail(header, f"has {len(column)} entries in tokenizer.ggml.{what} for {len(tokens)} tokens")
     special: dict[str, str] = {}
     for key, word in (("bos_token_id", "bos_token"), ("eos_token_id", "eos_token"), ("unknown_token_id", "unk_token")):
         index = header.metadata.get(f"tokenizer.ggml.{key}")
         if index is None:
             continue
-        if not isinstance(index, int) or not 0 <= index < len(tokens):
-            _fail(header, f"metadata 'tokenizer.ggml.{key}' is {short(index)}; the vocabulary has {len(tokens)} tokens")
+        if not isinstance(index, int) or not 0 <= index < count:
+            _fail(header, f"metadata 'tokenizer.ggml.{key}' is {short(index)}; the vocabulary has {count} tokens")
         special[word] = tokens[index]
     pre = _get(header, "tokenizer.ggml.pre", str, "default")
     template = header.metadata.get("tokenizer.chat_template")
@@ -183,8 +183,8 @@ def text_assets(header: GGUFHeader, name: str, vocab_size: int, generation: Gene
             model=model,
             pre=pre,
             tokens=tokens,
-            types=[int(t) for t in types],
-            scores=[float(s) for s in scores],
+            types=[int(kind) for kind in header.numbers("tokenizer.ggml.token_type")],
+            scores=[float(score) for score in header.numbers("tokenizer.ggml.scores")],
             merges=header.strings("tokenizer.ggml.merges"),
             unk_id=unknown if isinstance(unknown, int) else None,
             add_space_prefix=_get(header, "tokenizer.ggml.add_space_prefix", bool, True),

@@ -21,8 +21,9 @@ Scalar = int | float | bool | str
 
 _MAX_KEYS = 65_536  # a Python object each: bounds memory for files that hold nothing but keys
 _MAX_TENSORS = 65_536
-_MAX_STRING = 16 << 20
-_MAX_STRINGS = 1 << 20  # of one array; the largest vocabularies have 2^18 tokens and 2^19 merges
+_MAX_STRING = 4 << 20
+_MAX_TEXT = 16 << 20  # bytes of all strings kept: a Python string may take four bytes for one
+_MAX_STRINGS = 3 << 18  # of one array; the largest vocabularies have 2^18 tokens and 2^19 merges
 _WINDOW = 1 << 20
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # value type -> format, in letters that struct and NumPy share
@@ -73,6 +74,7 @@ class _Cursor:
     def __init__(self, file: int, size: int, path: Path):
         self.file, self.size, self.path = file, size, path
         self.position = 0
+        self.kept = 0  # bytes of strings handed out
         self._base = 0
         self._window = b""
 
@@ -103,10 +105,16 @@ class _Cursor:
     def u64(self, what: str) -> int:
         return int(self.unpack("<Q", what))
 
+    def keep(self, length: int, what: str) -> None:
+        self.kept += length
+        if self.kept > _MAX_TEXT:
+            self.fail(f"{what} brings its strings to {self.kept} bytes; at most {_MAX_TEXT} are allowed")
+
     def string(self, what: str, limit: int = _MAX_STRING) -> str:
         length = self.u64(what)
         if length > limit:
             self.fail(f"{what} claims {length} bytes; at most {limit} are allowed")
+        self.keep(length, what)
         at = self.need(length, what)
         self.position += length
         try:
@@ -132,6 +140,8 @@ class _Cursor:
                     into.append(str(window[at + 8 : end], "utf-8"))
                 at = end
                 count -= 1
+            if into is not None:
+                self.keep(self._base + at - self.position, what)  # with their lengths, eight bytes each
             self.position = self._base + at
 
 
@@ -259,7 +269,7 @@ class GGUFHeader:
         if reference.type != _STRING:
             self._cursor.fail(f"metadata {key!r} is not an array of strings")
         strings: list[str] = []
-        self._cursor.position = reference.offset
+        self._cursor.position, self._cursor.kept = reference.offset, 0
         try:
             self._cursor.walk_strings(reference.count, f"metadata {key!r}", strings)
             return strings
@@ -280,6 +290,11 @@ class GGUFHeader:
         if len(raw) != reference.count * dtype.itemsize:
             self._cursor.fail(f"the file became shorter while it was read (metadata {key!r})")
         return np.frombuffer(raw, dtype).tolist()
+
+    def count(self, key: str) -> int:
+        """Elements of the array under `key`, without reading it; 0 if the key is absent."""
+        reference = self._array(key)
+        return 0 if reference is None else reference.count
 
     def _array(self, key: str) -> ArrayRef | None:
         value = self.metadata.get(key)
