@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from cutaway.core.errors import CutawayError
 from cutaway.engine.channel import ProcessChannel
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.front import Front
 from cutaway.engine.parts import Parts
-from cutaway.server.app import create_app
 from cutaway.server.errors import log_to_stderr
 from cutaway.server.service import Metered, Service
 
@@ -125,7 +125,14 @@ def banner(service: Service, url: str, seconds: float) -> str:
     return "\n".join(line for line in lines if line)
 
 
-async def _open(config: EngineConfig, api_key: str | None) -> Service:
+def _load_app() -> Callable[[Service], ASGIApp]:
+    """FastAPI takes a third of a second to import: time that the engine process has already begun to use."""
+    from cutaway.server.app import create_app
+
+    return create_app
+
+
+async def _open(config: EngineConfig, api_key: str | None) -> tuple[Service, ASGIApp]:
     """The front and the engine, loaded side by side."""
     parts = Parts(config.parts)
     channel = ProcessChannel(config)
@@ -134,6 +141,7 @@ async def _open(config: EngineConfig, api_key: str | None) -> Service:
     starting = asyncio.ensure_future(engine.start())
     try:
         front = await asyncio.to_thread(Front.open, config, parts)
+        create_app = await asyncio.to_thread(_load_app)
         await starting
         front.adopt(channel.ready)
     except BaseException:
@@ -141,7 +149,8 @@ async def _open(config: EngineConfig, api_key: str | None) -> Service:
         await asyncio.gather(starting, return_exceptions=True)
         await engine.stop()
         raise
-    return Service(engine, front, channel, parts, metrics, api_key=api_key, version=version("cutaway"))
+    service = Service(engine, front, channel, parts, metrics, api_key=api_key, version=version("cutaway"))
+    return service, create_app(service)
 
 
 async def _drain(server: uvicorn.Server, service: Service, serving: asyncio.Task[None], seconds: float) -> None:
@@ -161,13 +170,14 @@ async def _serve(
     config: EngineConfig, sock: socket.socket, api_key: str | None, drain: float, tell: Callable[[str], None], started: float
 ) -> None:
     signals = Signals(asyncio.get_running_loop())
-    service = await signals.unless_stopped(_open(config, api_key))
-    if service is None:
+    opened = await signals.unless_stopped(_open(config, api_key))
+    if opened is None:
         return
+    service, app = opened
     try:
         server = _Uvicorn(
             uvicorn.Config(
-                create_app(service), http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+                app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, date_header=True, timeout_keep_alive=30, backlog=1024,
             )
         )  # fmt: skip
