@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from serving import MODEL, WINDOW, Served
+from serving import MODEL, WINDOW, Served, until
 
 ASK: dict[str, Any] = {
     "model": MODEL, "messages": [{"role": "user", "content": "the table maps each page"}], "max_tokens": 24, "temperature": 0,
@@ -249,3 +252,53 @@ def test_models(openai: Any) -> None:
     models = openai.models.list().data
     assert [(m.id, m.object, m.owned_by) for m in models] == [(MODEL, "model", "cutaway")]
     assert openai.models.retrieve(MODEL).id == MODEL
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_and_counts_agree_with_an_answer_that_a_stop_string_ends(openai: Any, stream: bool) -> None:
+    whole = openai.chat.completions.create(**ASK).choices[0].message.content
+    settings = {**ASK, "stop": whole[6:9], "logprobs": True}
+    if stream:
+        chunks = list(openai.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+        content = [t for c in chunks[:-1] if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
+        usage = chunks[-1].usage
+    else:
+        answer = openai.chat.completions.create(**settings)
+        content, usage, text = answer.choices[0].logprobs.content, answer.usage, answer.choices[0].message.content
+    assert len(content) == usage.completion_tokens
+    generated = b"".join(bytes(t.bytes) for t in content).decode("utf-8", "replace")
+    assert generated.startswith(text)
+    assert whole[6:9] in generated  # the tokens that completed the stop string are counted, those after it are not
+
+
+def test_16_clients_at_once_get_what_each_gets_alone(served: Served) -> None:
+    prompts = [f"{'the table maps ' * (i % 5)}page {i}" for i in range(16)]
+
+    def text(prompt: str) -> str:
+        with httpx.Client(base_url=served.url, timeout=60) as http:
+            body = {**GO_ON, "prompt": prompt, "max_tokens": 60, "stop": ["never in it"]}
+            chunks = [json.loads(e) for e in events(http, "/v1/completions", body)[:-1]]
+        assert [c["choices"][0]["finish_reason"] for c in chunks].count("length") == 1
+        return "".join(c["choices"][0]["text"] for c in chunks)
+
+    alone = [text(p) for p in prompts]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(text, prompts)) == alone
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps({**ASK, "max_tokens": 200, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+    )
+    with socket.socket() as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.connect((host, int(port)))
+        idle.sendall(head + body)
+        with httpx.Client(base_url=served.url, timeout=10) as http:
+            for _ in range(5):
+                assert http.post("/v1/chat/completions", json=ASK).status_code == 200
+    until(lambda: served.service.engine.num_active == 0)

@@ -63,7 +63,9 @@ def _authorize(service: Service, http: Request) -> None:
     if service.api_key is None:
         return
     scheme, _, given = http.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode("latin-1"), service.api_key.encode()):
+    if scheme.lower() != "bearer" or not secrets.compare_digest(
+        given.strip().encode("latin-1"), service.api_key.strip().encode()
+    ):
         what = "the API key is wrong" if given else "this server needs an API key"
         raise BadRequest(f"{what}: send the header Authorization: Bearer <key>", status=401, code="invalid_api_key")
 
