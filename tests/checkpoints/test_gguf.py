@@ -98,8 +98,24 @@ def test_every_type_the_package_dequantizes_is_read(tmp_path: Path, kind: str) -
     np.testing.assert_array_equal(loaded.data, expected)
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_biases_of_a_llama_are_put_in_order_like_their_rows(tmp_path: Path, kind: str) -> None:
+    path = tiny.write_gguf(tmp_path / "plain.gguf", "llama", num_hidden_layers=1)
+    qtype, expected = gguf.GGMLQuantizationType[kind], {}
+    for letter, heads in (("q", 4), ("k", 2), ("v", 0)):
+        bias = np.random.default_rng(heads).standard_normal(16 * (heads or 2), dtype=np.float32)
+        raw = quants.quantize(tiny.permute(bias, heads) if heads else bias, qtype)
+        path = replace_tensor(path, tmp_path / f"{letter}.gguf", f"blk.0.attn_{letter}.bias", raw, qtype)
+        stored = quants.dequantize(raw.view(np.uint8), qtype)
+        expected[letter] = stored[np.argsort(half_split_rows(heads, 16))] if heads else stored
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config.qkv_bias and not checkpoint.config.o_bias
+    for letter, bias in expected.items():
+        np.testing.assert_array_equal(checkpoint.load(f"model.layers.0.self_attn.{letter}_proj.bias", "f32").data, bias)
+
+
 def replace_tensor(source: Path, target: Path, name: str, raw: np.ndarray, qtype: gguf.GGMLQuantizationType) -> Path:
-    """A copy of a GGUF file with one tensor's data and type exchanged."""
+    """A copy of a GGUF file with one tensor's data and type exchanged, or with one tensor more."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(str(target), reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -111,6 +127,8 @@ def replace_tensor(source: Path, target: Path, name: str, raw: np.ndarray, qtype
             writer.add_tensor(name, raw, raw_dtype=qtype)
         else:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    if name not in {tensor.name for tensor in reader.tensors}:
+        writer.add_tensor(name, raw, raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -104,8 +104,6 @@ class GGUFCheckpoint:
         rows = out.reshape(-1, columns)
         row_bytes = info.nbytes // rows.shape[0]
         convert = self._dequantizer(info)
-        if order is not None and len(info.shape) == 1:  # a bias: its elements are the rows
-            rows, columns, row_bytes = out.reshape(-1, 1), 1, info.nbytes // info.shape[0]
         for part in row_slices(rows.shape[0], columns):
             raw = np.empty((part.stop - part.start) * row_bytes, np.uint8)
             self._read(info, part.start * row_bytes, raw)
@@ -115,7 +113,10 @@ class GGUFCheckpoint:
             else:
                 packed = np.empty(values.shape, NUMPY_DTYPE[target])
                 store(values, packed, target)
-                rows[order[part]] = packed
+                if len(info.shape) == 1:  # a bias: its elements are the rows
+                    out[order] = packed[0]
+                else:
+                    rows[order[part]] = packed
         return Array(out, target)
 
     def _row_order(self, name: str) -> NDArray[np.intp] | None:
