@@ -185,7 +185,7 @@ def run(settings: Settings, json_path: Path | None) -> None:
             )
         measured, ceilings = measure(settings, peer)
     work = Work.of(settings.model, settings.dtype)
-    lines = [peers.QUOTED_NOTE, report.table(peers.QUOTED), ""]
+    lines = [peers.QUOTED_NOTE, report.table(peers.QUOTED, notes=False), ""]
     if peer is None:
         lines.append("transformers was not run beside it: --peer does that, in a venv of its own")
     facts = {

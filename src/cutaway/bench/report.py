@@ -108,13 +108,13 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if value else "0"
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned by spaces: the first to the left, the last (notes) to the left, the others to the right."""
+def table(rows: Sequence[Sequence[str]], *, notes: bool = True) -> str:
+    """Columns aligned by spaces: the first to the left, the last as well if it is `notes`, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    last = len(widths) - 1
+    left = {0, len(widths) - 1} if notes else {0}
 
     def aligned(row: Sequence[str]) -> str:
-        cells = [cell.ljust(widths[i]) if i in (0, last) else cell.rjust(widths[i]) for i, cell in enumerate(row)]
+        cells = [cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(row)]
         return "  ".join(cells).rstrip()
 
     return "\n".join(aligned(row) for row in rows)
