@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from cutaway.backends.torch.layers import Linear, interleave, linear_kind, rms_norm, rotary_frequencies, rotary_table, rotate
+from cutaway.backends.torch.layers import (
+    Linear,
+    interleave,
+    linear_kind,
+    rms_norm,
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+    tied,
+)
 from cutaway.checkpoints.config import ModelConfig, RopeScaling
 
 CONFIG = ModelConfig("llama", 32, 64, 96, 1, 4, 2, 16, 4096, rope_theta=10000.0)
@@ -103,3 +112,16 @@ def test_linear_maps(dtype, tolerance, biased, rows):
             assert linear(x).dtype == dtype
             assert torch.allclose(linear(x).double(), exact, atol=tolerance)
             assert torch.allclose(linear.add(x, residual).double(), exact + residual.double(), atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(384, 64), (100, 64), (128, 30)])
+def test_a_tied_embedding_answers_its_rows(dtype, shape):
+    weight = torch.from_numpy(np.random.default_rng(0).standard_normal(shape)).to(dtype)
+    ids = torch.tensor([0, 1, 63, 64, shape[0] - 1, 5, 5])
+    with torch.inference_mode():
+        for kind in {Linear, linear_kind(dtype)}:
+            embedding, head = tied(weight.clone(), kind)
+            assert torch.equal(embedding(ids), weight[ids])
+            assert torch.allclose(head(weight[:2]).double(), weight[:2].double() @ weight.double().T, atol=0.5)
+            assert embedding.nbytes + head.nbytes in (weight.nbytes, 2 * weight.nbytes)

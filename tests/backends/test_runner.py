@@ -310,7 +310,7 @@ def test_seeded_rows_do_not_depend_on_neighbours(folder, seen):
 def test_a_bad_row_is_bad_alone(folder, seen):
     expected, _ = alone(folder, OTHERS[3], 5)
     hand = seen.hand()
-    seen.backend.model.embedding[380] = float("nan")
+    seen.backend.model.embedding.weight[380] = float("nan")
     good, bad = hand.admit(OTHERS[3]), hand.admit([4, 5, 380, 6])
     hand.step((good, 31), (bad, 4))
     assert hand.result.bad.tolist() == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -47,6 +48,51 @@ class PackedLinear(Linear):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return _pointwise_binary(x, residual, self.weight, self.bias, "add")
+
+
+class Embedding:
+    """Rows of weight [vocabulary, hidden] by id."""
+
+    __slots__ = ("nbytes", "weight")
+
+    def __init__(self, weight: Tensor, nbytes: int | None = None):
+        self.weight = weight
+        self.nbytes = weight.nbytes if nbytes is None else nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.weight.index_select(0, ids)
+
+
+class SharedEmbedding(Embedding):
+    """Rows looked up in the packed weight of a tied head, so that the largest matrix is in memory once."""
+
+    __slots__ = ("head",)
+
+    def __init__(self, head: PackedLinear, rows: Tensor):
+        super().__init__(rows, nbytes=0)
+        self.head = head  # owns the memory that `rows` looks into
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.weight[ids // _OUT, :, ids % _OUT].flatten(1)
+
+
+_OUT, _IN = 64, 2  # oneDNN's bf16 layout on x86: [out / 64, in / 2, 64, 2]
+
+
+def tied(weight: Tensor, kind: type[Linear]) -> tuple[Embedding, Linear]:
+    """Embedding and head of one weight. They share memory if the packed layout is the one known here: it is oneDNN's own
+    affair, so every bit is compared."""
+    head = kind(weight)
+    apart = Embedding(weight, nbytes=0 if kind is Linear else None)
+    if not isinstance(head, PackedLinear) or weight.dtype != torch.bfloat16 or weight.shape[0] % _OUT or weight.shape[1] % _IN:
+        return apart, head
+    size, hidden = weight.shape
+    memory = (ctypes.c_char * weight.nbytes).from_address(torch.ops.mkldnn.data_ptr(head.weight))
+    rows = torch.frombuffer(memory, dtype=weight.dtype).view(size // _OUT, hidden // _IN, _OUT, _IN)
+    for block, expected in zip(rows.split(16), weight.split(16 * _OUT), strict=True):
+        if not torch.equal(block.transpose(1, 2).reshape(-1, hidden).view(torch.int16), expected.view(torch.int16)):
+            return apart, head
+    return SharedEmbedding(head, rows), head
 
 
 def linear_kind(dtype: torch.dtype) -> type[Linear]:

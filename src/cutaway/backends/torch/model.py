@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cutaway.backends.torch.layers import Linear, interleave, linear_kind, rms_norm, rotary_table, rotate
+from cutaway.backends.torch.layers import Embedding, Linear, interleave, linear_kind, rms_norm, rotary_table, rotate, tied
 from cutaway.checkpoints import Checkpoint
 
 
@@ -76,25 +76,26 @@ class Decoder:
         loader = _Loader(checkpoint, dtype)
         config = self.config = checkpoint.config
         self.dtype = dtype
-        self.embedding = loader.tensor("model.embed_tokens.weight")
+        self.embedding, self.head = loader.ends()
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
         self.norm = loader.tensor("model.norm.weight")
-        self.head = loader.kind(self.embedding if config.tie_embeddings else loader.tensor("lm_head.weight"))
         self.turns = rotary_table(config, window)
         self.scale = config.head_dim**-0.5
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices as held; a tied head is held twice, once in rows to look up and once packed."""
-        linears = [self.head, *(linear for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down))]
-        shared = self.head.weight is self.embedding
-        return sum(x.nbytes for x in linears) + (0 if shared else self.embedding.nbytes)
+        """Bytes of all matrices as held: of a tied embedding twice where it cannot be looked up in the head's layout."""
+        return (
+            self.embedding.nbytes
+            + self.head.nbytes
+            + sum(linear.nbytes for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down))
+        )
 
     def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], attention: AttentionPart) -> Tensor:
         """One step: writes the tokens' keys and values, answers logits [sampled tokens, vocabulary] in the model's dtype."""
         config, eps, inner = self.config, self.config.rms_eps, self.config.intermediate_size
         heads, both = config.num_heads, config.num_heads + config.num_kv_heads
-        x = self.embedding.index_select(0, batch.token_ids)
+        x = self.embedding(batch.token_ids)
         turns = self.turns.index_select(0, batch.positions).unsqueeze(1)
         for layer, k_cache, v_cache in zip(self.layers, keys, values, strict=True):
             qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(len(x), -1, config.head_dim)
@@ -128,6 +129,13 @@ class _Loader:
         if not data.flags.writeable:  # a view of the file: torch would warn, and the file would stay mapped
             data = np.array(data)
         return torch.from_numpy(data).view(self.dtype)
+
+    def ends(self) -> tuple[Embedding, Linear]:
+        """Embedding and head."""
+        weight = self.tensor("model.embed_tokens.weight")
+        if self.config.tie_embeddings:
+            return tied(weight, self.kind)
+        return Embedding(weight), self.kind(self.tensor("lm_head.weight"))
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}."
