@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import tiny
 from cutaway.checkpoints import open_checkpoint
@@ -40,6 +41,17 @@ def test_stored_dtypes_and_their_conversions(tmp_path: Path, dtype: str, word: s
         np.testing.assert_array_equal(checkpoint.load(tensor).data, stored)
         np.testing.assert_array_equal(checkpoint.load(tensor, "f32").data, as_f32)
         np.testing.assert_array_equal(checkpoint.load(tensor, "bf16").data, tiny.to_bf16_bits(as_f32))
+
+
+def test_files_of_the_library_are_read_as_it_reads_them(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path, "llama")
+    file = folder / "model.safetensors"
+    arrays = {name: array.astype(np.float16) for name, array in safetensors.numpy.load_file(file).items()}
+    safetensors.numpy.save_file(arrays, file, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(folder)
+    assert sorted(checkpoint.names()) == sorted(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(checkpoint.load(name).data, array)
 
 
 def _widen(bits: np.ndarray) -> np.ndarray:

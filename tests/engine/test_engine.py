@@ -418,3 +418,12 @@ def test_two_rows_that_share_a_half_written_block_part_with_a_copy() -> None:
     again = Request(5, list(begun), SamplingParams(temperature=1.0, seed=2, max_tokens=11))
     assert child.tokens[7:] == answer(again)
     assert child.tokens != parent.tokens
+
+
+def test_the_wait_for_a_row_is_told_once_and_a_preemption_does_not_change_it() -> None:
+    engine = make(limits=Limits(rows=1, budget=64, chunk=64, window=400, block_size=4))
+    for id in (0, 1):
+        engine.add(a_request(id, max_tokens=3))
+    first, second = drain(engine).values()
+    assert len({o.queue_seconds for o in first}) == len({o.queue_seconds for o in second}) == 1
+    assert 0 <= first[0].queue_seconds < second[0].queue_seconds

@@ -17,6 +17,7 @@ import tiny
 from cutaway.checkpoints import hub, open_checkpoint
 from cutaway.core.errors import BadRequest, CheckpointError
 from cutaway.core.text_assets import TextAssets, Vocabulary
+from cutaway.text.detokenizer import Detokenizer
 from cutaway.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -252,6 +253,17 @@ def test_sentencepiece_joins_by_score_and_falls_back_to_bytes() -> None:
     assert tokenizer.token_bytes(names.index("<0xE6>")) == b"\xe6"
     assert tokenizer.token_text(names.index("<0xE6>")) == "\ufffd"
     assert tokenizer.token_bytes(names.index("▁abc")) == b" abc"
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+def test_a_stream_from_nothing_has_the_first_space_that_the_whole_decode_has(add_space_prefix: bool) -> None:
+    tokenizer = Tokenizer.open(sentencepiece(add_space_prefix))
+    assert tokenizer.strips_leading_space == add_space_prefix
+    ids = tokenizer.encode("abc abc", special=False)
+    detokenizer = Detokenizer(tokenizer, [1])
+    assert "".join(detokenizer.push([id]) for id in ids) + detokenizer.finish() == tokenizer.decode(ids) == "abc abc"
+    after_text = Detokenizer(tokenizer, [1, *ids])
+    assert after_text.push(ids) + after_text.finish() == ("" if not add_space_prefix else " ") + "abc abc"
 
 
 def test_sentencepiece_without_a_space_in_front() -> None:

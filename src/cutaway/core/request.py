@@ -135,11 +135,13 @@ class Request:
     computed: int = 0
     in_flight: int = 0  # tokens being sampled by plans not yet collected; they count as known
     sent: deque[int] = field(default_factory=deque[int])  # tokens computed by each plan in flight, oldest first
-    generation: int = 0  # raised by preemption, abort and finish: results of an older one are dropped
+    generation: int = 0  # raised by the engine at preemption, abort and finish: results of an older one are dropped
     slot: int = -1
     num_cached: int = 0  # prompt tokens taken from the prefix cache at the last admission
     num_published: int = 0  # blocks of the table already offered to the prefix cache
     preemptions: int = 0
+    arrived: float = 0.0  # when the engine took it, seconds of its monotonic clock
+    queue_seconds: float | None = None  # from then to its first step
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the id that ended it, where it was not an end-of-sequence id
 
@@ -177,7 +179,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Output:
-    """What a request got from one step: new ids, and how it ended if it did. `error` fails the request with that line."""
+    """What a request got from one step: new ids, and how it ended if it did. `error` fails the request with that line.
+    queue_seconds: how long the engine let it wait before its first step."""
 
     id: int
     token_ids: list[int]
@@ -186,6 +189,7 @@ class Output:
     stop_reason: int | None = None
     num_cached: int = 0
     error: str | None = None
+    queue_seconds: float = 0.0
 
 
 def params_from(values: dict[str, object], allowed: Iterable[str] = ()) -> SamplingParams:

@@ -50,6 +50,7 @@ class Slot:
             held.logprobs = (held.logprobs or []) + output.logprobs
         held.finish_reason, held.stop_reason, held.error = output.finish_reason, output.stop_reason, output.error
         held.num_cached = max(held.num_cached, output.num_cached)
+        held.queue_seconds = max(held.queue_seconds, output.queue_seconds)
 
     async def take(self) -> Output:
         await self._arrived.wait()

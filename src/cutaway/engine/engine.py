@@ -126,6 +126,7 @@ class Engine:
         seed = random.getrandbits(63) if request.params.seed is None else request.params.seed
         request.params = replace(request.params, seed=(seed + 2**63) % 2**64 - 2**63)  # as a device's int64
         request.table = self._new_table(self.limits.block_size)
+        request.arrived = time.monotonic()
         self.scheduler.add(request)
         self._requests[request.id] = request
         self._stats.prompt_tokens += request.num_prompt
@@ -283,7 +284,10 @@ class Engine:
                 TokenLogprobs(float(found.chosen[i]), found.top_ids[i, :wanted].tolist(), found.top[i, :wanted].tolist())
                 for i in range(offset, offset + len(new))
             ]
-        return Output(request.id, new, logprobs, request.finish_reason, request.stop_reason, request.num_cached)
+        waited = request.queue_seconds or 0.0
+        return Output(
+            request.id, new, logprobs, request.finish_reason, request.stop_reason, request.num_cached, queue_seconds=waited
+        )
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
         """Forgets a request that the scheduler holds no more; what is in flight for it will be dropped."""
@@ -296,6 +300,8 @@ class Engine:
         return Output(request.id, [], finish_reason=reason, num_cached=request.num_cached, error=error)
 
     def _take_slot(self, request: Request) -> Admission:
+        if request.queue_seconds is None:  # not one that comes back from a preemption
+            request.queue_seconds = time.monotonic() - request.arrived
         request.slot = heapq.heappop(self._free_slots)
         self._slots[request.slot] = _Slot()
         return Admission(request.slot, request.params, np.array(request.tokens, np.int32), request.num_prompt)

@@ -51,6 +51,12 @@ class Tokenizer:
         self.eos_ids = assets.eos_ids | (frozenset() if eos is None else {eos})
         self._add_bos = assets.add_bos
 
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether `decode` drops the space that SentencePiece puts in front of a text's first word."""
+        space = self._backend.token_to_id("▁") if self._decoder_kind == "pieces" else None
+        return space is not None and self._backend.decode([space]) == ""
+
     @classmethod
     def open(cls, assets: TextAssets) -> Tokenizer:
         """From tokenizer.json or from GGUF's lists; CheckpointError in one line if neither can be used."""
