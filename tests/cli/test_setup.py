@@ -169,7 +169,7 @@ PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) shift $(($# - 1)); cp "$RESULT" "$1" 2>/dev/null; exit ${PYTEST:-0} ;;
 *"-m $BROKEN"*) echo "what $BROKEN says"; exit 1 ;;
--\\ *) exec REAL "$@" ;;
+-\\ *) exec 'REAL' "$@" ;;
 esac
 """
 GOOD = '<testsuites><testsuite><testcase name="a"/><testcase name="b"/></testsuite></testsuites>'
@@ -191,6 +191,7 @@ MIXED = (
         ("", "4", "nothing", "4 passed, 2 failed", 1),  # no result at all
         ("<testsuites>", "0", "nothing", "4 passed, 1 failed", 1),  # cut short
     ],
+    ids=["all pass", "some fail", "a check fails", "status 1 alone", "internal error", "all at once", "no result", "cut short"],
 )
 def test_verify_ends_with_the_count(clone: Path, result: str, status: str, broken: str, last: str, code: int) -> None:
     (clone / "setup.sh").write_text("#!/bin/sh\n")
