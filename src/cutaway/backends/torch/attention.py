@@ -24,7 +24,7 @@ from torch import Tensor
 
 SUPPORTS = frozenset({"sliding_window"})
 
-PIECE = 256  # queries of one row attended to at once: bounds the mask, and skips most of what causality hides
+PIECE = 128  # queries of one row attended to at once: bounds the mask, and skips most of what causality hides
 SMALL = 8  # rows of up to this many queries are stacked with others of their length
 PADDING = 768  # keys of padding that cost about as much as one more group
 
@@ -192,10 +192,22 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Group, scale: flo
     if rows.spare:  # -inf hides a finite score, not NaN, and 0 * NaN is NaN
         past = torch.from_numpy(np.arange(rows.context) >= rows.lengths[:, None]).view(rows.rows, 1, rows.context, 1)
         k, v = k.masked_fill_(past, 0.0), v.masked_fill_(past, 0.0)
+    q = q.view(rows.rows, rows.queries, kv_heads, group, dim)
+    q = q.squeeze(1) if rows.queries == 1 else q.transpose(1, 2).reshape(rows.rows, kv_heads, -1, dim)
     mask = rows.mask(window, group, q.dtype)
-    if rows.queries == 1:
-        out = F.scaled_dot_product_attention(q.view(rows.rows, kv_heads, group, dim), k, v, attn_mask=mask, scale=scale)
-        return out.reshape(q.shape)
-    q = q.view(rows.rows, rows.queries, kv_heads, group, dim).transpose(1, 2).reshape(rows.rows, kv_heads, -1, dim)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.view(rows.rows, kv_heads, rows.queries, group, dim).transpose(1, 2).reshape(-1, heads, dim)
+    if q.dtype == torch.float32 or rows.rows * rows.queries == 1:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    else:
+        out = _attend_in_halves(q, k, v, mask, scale)
+    if rows.queries > 1:
+        out = out.view(rows.rows, kv_heads, rows.queries, group, dim).transpose(1, 2)
+    return out.reshape(-1, heads, dim)
+
+
+def _attend_in_halves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(q k^T * scale + mask) v as three calls: for bf16 on a CPU two to four times the speed of the fused one, but for a
+    single query. Sums are float32; scores and weights are rounded to bf16 between the calls, as eager attention has it."""
+    rows, kv_heads, queries, dim = q.shape
+    mask = mask.expand(rows, kv_heads, queries, -1).flatten(0, 1)
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(rows, kv_heads, queries, dim)
