@@ -226,8 +226,8 @@ begun=$SECONDS
 
 base=$(find_python)
 [ -n "$hardware" ] || hardware=$(stamped torch) || if sees_gpu; then hardware=gpu; else hardware=cpu; fi
-needed=1900
-[ "$hardware" = cpu ] || needed=8000
+needed=2300
+[ "$hardware" = cpu ] || needed=9000
 if ! stamped torch >/dev/null && [ ! -d "$stamps" ]; then
     free=$(free_mb "$venv")
     [ "$free" -ge "$needed" ] || no_space "$free" "$needed"
