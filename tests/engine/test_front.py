@@ -19,7 +19,7 @@ from cutaway.text.chat import ChatTemplate
 from cutaway.text.tokenizer import Tokenizer
 
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.content == 'tools' %}{{ raise_exception('no tools here') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 BOS, EOS, EOT = 256, 257, 258
@@ -57,6 +57,14 @@ def test_a_prompt_becomes_a_request() -> None:
     assert (request.params.max_tokens, request.stop_ids, request.params.seed) == (5, {EOS, EOT}, None)
     assert front.complete([1, 2], SamplingParams()).tokens == [1, 2]
     assert front.complete("a", SamplingParams()).id == request.id + 2
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = make(window=20)
+    text = "a" * (20 * front.tokenizer.longest)
+    with pytest.raises(DoesNotFit, match=r"at least 20 tokens; the window is 20"):
+        monkeypatch.setattr(type(front.tokenizer), "encode", lambda *_: pytest.fail("encoded"))
+        front.complete(text, SamplingParams())
 
 
 def test_max_tokens_and_the_window() -> None:
@@ -134,7 +142,7 @@ def test_content_may_be_text_parts() -> None:
     [
         ([], "messages", "at least one"),
         (["hi"], "messages[0]", "object"),
-        ([*say("a"), {"role": "king", "content": "x"}], "messages[1].role", "system, developer, user, assistant, tool"),
+        ([*say("a"), {"role": "king", "content": "x"}], "messages[1].role", "system, developer, user, assistant,"),
         ([{"content": "x"}], "messages[0].role", "None"),
         ([{"role": "user"}], "messages[0].content", "missing"),
         ([{"role": "user", "content": None}], "messages[0].content", "missing"),
@@ -144,7 +152,8 @@ def test_content_may_be_text_parts() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text", "string"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", "text"),
         ([{"role": "assistant", "content": "x", "tool_calls": [1]}], "messages[0].tool_calls", "not supported"),
-        ([{"role": "tool", "content": "x"}], "messages", "no tools here"),
+        (say("tools"), "messages", "no tools here"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role", "system, developer, user, assistant"),
     ],
 )
 def test_conversations_that_are_refused(messages: Any, param: str, says: str) -> None:

@@ -32,7 +32,7 @@ WINDOW = 256
 VOCABULARY = 400
 BOS, EOS = "<|bos|>", "<|eos|>"
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tool messages are not for this model') }}{% endif %}"
+    "{% for m in messages %}{% if m.content == 'tools' %}{{ raise_exception('tools are not for this model') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

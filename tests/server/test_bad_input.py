@@ -118,7 +118,9 @@ BAD: list[tuple[tuple[str, dict[str, Any]], int, str | None, list[str]]] = [
     (message(role="user", content=["x"]), 400, "messages[0].content[0]", ["text"]),
     (message(role="user", content=[{"type": "text", "text": 5}]), 400, "messages[0].content[0].text", ["string"]),
     (message(role="user", content="x", name="me"), 400, "messages[0].name", ["not supported"]),
-    (chat(messages=[USER, {"role": "tool", "content": "x"}]), 400, "messages", ["tool messages are not for this model"]),
+    (message(role="tool", content="x"), 400, "messages[0].role", ["tool", "system", "user", "assistant"]),
+    (message(role="user", content="x", tool_call_id="c"), 400, "messages[0].tool_call_id", ["not supported"]),
+    (chat(messages=[USER, {"role": "user", "content": "tools"}]), 400, "messages", ["tools are not for this model"]),
     # prompts
     ((TEXT, {"model": MODEL}), 400, "prompt", ["prompt is required"]),
     (text(prompt=""), 400, "prompt", ["no token"]),

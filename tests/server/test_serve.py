@@ -167,6 +167,8 @@ def test_a_killed_engine_fails_its_stream_in_words_and_the_next_request_works(mo
         _, err = server.communicate(timeout=20)
         assert server.returncode == 0
         assert "Traceback" not in err
+        assert "the engine process ended (SIGKILL" in err
+        assert "restarting it" in err
 
 
 def test_an_open_network_without_a_key_is_said(model: Path) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+SUPPORTS = frozenset({"step_seconds"})  # `step` takes the step's own time
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25,
            0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)  # fmt: skip
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)

@@ -92,7 +92,8 @@ class SamplingParams:
               "seed", self.seed, "an integer of at most 64 bits")  # fmt: skip
         _need(self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
               "logprobs", self.logprobs, f"an integer from 0 to {MAX_LOGPROBS}")  # fmt: skip
-        _need(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings")
+        strings = all(isinstance(s, str) and s for s in self.stop)  # pyright: ignore[reportUnnecessaryIsInstance]
+        _need(strings, "stop", self.stop, "non-empty strings")
         _need(all(_integer(i) and i >= 0 for i in self.stop_token_ids),
               "stop_token_ids", self.stop_token_ids, "a list of token ids")  # fmt: skip
 

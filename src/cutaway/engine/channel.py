@@ -174,9 +174,9 @@ class InProcessChannel(_Channel):
 class ProcessChannel(_Channel):
     """The engine in a process of its own, over ZeroMQ on an ipc socket in a folder that only this user may enter.
 
-    `progress` hears what the engine is busy with while it starts. `start_timeout` bounds each start, `stop_timeout` the
-    time a running step gets to end before the process is terminated, then killed. Restarts are counted in `restarts`.
-    A restarted engine writes its trace to FILE.1, FILE.2, ..., so that the one of what went wrong stays.
+    `progress` hears what the engine is busy with while it starts, and why it is restarted. `start_timeout` bounds each
+    start, `stop_timeout` the time a running step gets to end before the process is terminated, then killed. Restarts are
+    counted in `restarts`. A restarted engine writes its trace to FILE.1, FILE.2, ..., so that the one of what went wrong stays.
     """
 
     def __init__(
@@ -243,8 +243,7 @@ class ProcessChannel(_Channel):
         super()._handle(message)
         match message:
             case messages.Loading():
-                if self._progress is not None:
-                    self._progress(message.line)
+                self._say(message.line)
             case messages.Outputs():
                 if any(o.finish_reason is not None and o.error is None for o in message.outputs):
                     self._crashes.clear()
@@ -252,6 +251,10 @@ class ProcessChannel(_Channel):
                 self._last_line = message.line
             case messages.Ready():
                 pass
+
+    def _say(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress(line)
 
     async def _supervise(self) -> None:
         """One process after the other."""
@@ -271,6 +274,7 @@ class ProcessChannel(_Channel):
                 return self._give_up(f"{reason}; given up after {CRASHES} such ends in a row")
             self.state, self.failure = "restarting", reason
             self.restarts += 1
+            self._say(f"{reason}; restarting it")
             self._fail(self._live, f"{reason}; it is being restarted, send the request again")
 
     async def _life(self) -> str:

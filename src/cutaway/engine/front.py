@@ -20,8 +20,8 @@ from cutaway.engine.parts import DetokenizerLike, Parts
 from cutaway.text.chat import ChatTemplate
 from cutaway.text.tokenizer import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGE_FIELDS = ("role", "content", "tool_call_id")
+ROLES = ("system", "developer", "user", "assistant")
+MESSAGE_FIELDS = ("role", "content")
 
 
 @dataclass(slots=True)
@@ -124,12 +124,12 @@ class Front:
         if not messages:
             raise BadRequest("messages must hold at least one message", param="messages")
         text = self.template.render([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
-        return self._request(self.tokenizer.encode_rendered(text), params, "messages")
+        return self._request(self.tokenizer.encode_rendered(self._short(text, "messages")), params, "messages")
 
     def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """A request from text, or from token ids that are taken as they are. Raises BadRequest."""
         if isinstance(prompt, str):
-            return self._request(self.tokenizer.encode(_text(prompt, "prompt")), params, "prompt")
+            return self._request(self.tokenizer.encode(self._short(_text(prompt, "prompt"), "prompt")), params, "prompt")
         return self._request(self._checked(prompt, "prompt"), params, "prompt")
 
     def stream(self, request: Request) -> TextStream:
@@ -160,6 +160,15 @@ class Front:
                 param="max_tokens",
             )
         return self.window - prompt if asked is None else asked
+
+    def _short(self, text: str, param: str) -> str:
+        """Refuses what cannot fit whatever its tokens are: encoding megabytes only to count them takes seconds."""
+        least = len(text) // self.tokenizer.longest
+        if least >= self.window:
+            raise DoesNotFit(
+                f"the prompt has {len(text):,} characters, at least {least} tokens; the window is {self.window}", param=param
+            )
+        return text
 
     def _checked(self, ids: Sequence[int], param: str) -> list[int]:
         size = self.tokenizer.vocab_size

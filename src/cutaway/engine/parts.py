@@ -207,7 +207,8 @@ PARTS: dict[str, Part] = {
              ("penalize", "keep", "noise", "sample"), _SAMPLER_FEATURES),
         Part("detokenizer", "14", "front", "cutaway.text.detokenizer", DetokenizerPart, ("Detokenizer",)),
         Part("async_engine", "15", "front", "cutaway.engine.async_engine", AsyncEnginePart, ("AsyncEngine",)),
-        Part("metrics", "16", "front", "cutaway.core.metrics", MetricsPart, ("Metrics", "percentile", "poisson")),
+        Part("metrics", "16", "front", "cutaway.core.metrics", MetricsPart, ("Metrics", "percentile", "poisson"),
+             frozenset({"step_seconds"})),
     )
 }  # fmt: skip
 

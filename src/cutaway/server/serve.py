@@ -135,9 +135,16 @@ def _load_app() -> Callable[[Service], ASGIApp]:
 async def _open(config: EngineConfig, api_key: str | None) -> tuple[Service, ASGIApp]:
     """The front and the engine, loaded side by side."""
     parts = Parts(config.parts)
-    channel = ProcessChannel(config)
-    metrics = parts.get("metrics").Metrics()
-    engine = parts.get("async_engine").AsyncEngine(Metered(channel, channel, metrics))
+
+    def progress(line: str) -> None:
+        if channel.state == "restarting" or sys.stderr.isatty():  # a first start is news to nobody but who waits for it
+            print(line, file=sys.stderr, flush=True)
+
+    channel = ProcessChannel(config, progress=progress)
+    kept = parts.get("metrics")
+    metrics = kept.Metrics()
+    metered = Metered(channel, channel, metrics, timed="step_seconds" in getattr(kept, "SUPPORTS", ()))
+    engine = parts.get("async_engine").AsyncEngine(metered)
     starting = asyncio.ensure_future(engine.start())
     try:
         front = await asyncio.to_thread(Front.open, config, parts)

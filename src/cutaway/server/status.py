@@ -77,11 +77,9 @@ def ready(service: Service) -> Response:
 # part 16's counters and histograms that mean what vLLM's of the same name mean; the others go under cutaway:
 VLLM = frozenset({
     "prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
-    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
 })  # fmt: skip
-# The server learns of a request's admission with its first output, which is too late to call it a queue time; steps are
-# counted by the engine, because the figures of several may arrive at once.
-NOT_KNOWN_HERE = frozenset({"request_queue_time_seconds", "steps"})
+NOT_KNOWN_HERE = frozenset({"steps"})  # counted by the engine, because the figures of several may arrive at once
 HELP = {
     "prompt_tokens": "Prompt tokens of requests that a step has worked on",
     "generation_tokens": "Tokens generated",
@@ -89,6 +87,7 @@ HELP = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
     "prefix_cache_hits": "Prompt tokens found there",
     "steps": "Engine steps",
+    "request_queue_time_seconds": "The engine's taking a request to its first step",
     "time_to_first_token_seconds": "Arrival to the first token",
     "inter_token_latency_seconds": "The gap before each further token",
     "e2e_request_latency_seconds": "Arrival to the end, of requests that were not cut off",

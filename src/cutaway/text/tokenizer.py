@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import tokenizers
 from tokenizers import AddedToken
@@ -50,6 +51,11 @@ class Tokenizer:
         eos = self._id(special.get("eos_token"))
         self.eos_ids = assets.eos_ids | (frozenset() if eos is None else {eos})
         self._add_bos = assets.add_bos
+
+    @cached_property
+    def longest(self) -> int:
+        """Most characters that one token can stand for."""
+        return max(map(len, self._backend.get_vocab()), default=1)
 
     @property
     def strips_leading_space(self) -> bool:
