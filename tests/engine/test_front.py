@@ -62,8 +62,8 @@ def test_a_prompt_becomes_a_request() -> None:
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     front = make(window=20)
     text = "a" * (20 * front.tokenizer.longest)
+    monkeypatch.setattr(type(front.tokenizer), "encode", lambda *_: pytest.fail("encoded"))
     with pytest.raises(DoesNotFit, match=r"at least 20 tokens; the window is 20"):
-        monkeypatch.setattr(type(front.tokenizer), "encode", lambda *_: pytest.fail("encoded"))
         front.complete(text, SamplingParams())
 
 

@@ -81,10 +81,10 @@ def test_metrics_count_what_happened(tmp_path: Any) -> None:
     ttft = after["vllm:time_to_first_token_seconds"]
     assert [s.value for s in ttft.samples if s.name.endswith("_count")] == [4]
     assert [s.value for s in ttft.samples if s.labels.get("le") == "+Inf"] == [4]
-    queued = {
-        s.name.rpartition("_")[2]: s.value for s in after["vllm:request_queue_time_seconds"].samples if not s.labels.get("le")
-    }
-    waited = {s.name.rpartition("_")[2]: s.value for s in ttft.samples if not s.labels.get("le")}
+    queued, waited = (
+        {s.name.rpartition("_")[2]: s.value for s in family.samples if not s.labels.get("le")}
+        for family in (after["vllm:request_queue_time_seconds"], ttft)
+    )
     assert queued["count"] == 4
     assert 0 <= queued["sum"] < waited["sum"]  # the first step's own time is no waiting
     blocks = {s.labels["state"]: s.value for s in after["cutaway:kv_blocks"].samples}
