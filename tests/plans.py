@@ -23,6 +23,8 @@ from cutaway.core.request import SamplingParams
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.parts import Parts
 
+PROMPT = [int(t) for t in np.random.default_rng(0).integers(3, 384, 53)]
+OTHERS = [[int(t) for t in np.random.default_rng(i).integers(3, 384, n)] for i, n in enumerate((1, 16, 17, 31, 40), start=1)]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 
@@ -146,3 +148,11 @@ class Seen:
 
     def hand(self, seed: int = 0) -> Hand:
         return Hand(self.backend, seed)
+
+
+def alone(folder, prompt, n, params=GREEDY, **settings):
+    """Ids and the logits of the last of them, of a request that has the backend to itself."""
+    seen = Seen(folder, **settings)
+    hand = seen.hand(seed=99)
+    ids = hand.generate(hand.admit(prompt, params), n)
+    return ids, seen.logits[-1]

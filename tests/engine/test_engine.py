@@ -8,69 +8,14 @@ from pathlib import Path
 import pytest
 
 import cutaway.core
-from cutaway.backends.fake import FakeBackend, create
 from cutaway.core.blocks import BlockTable
 from cutaway.core.errors import BadRequest, CutawayError, DoesNotFit
-from cutaway.core.plan import Limits, StepPlan, StepResult, Ticket
+from cutaway.core.plan import Limits
 from cutaway.core.prefix_cache import chain
 from cutaway.core.request import FinishReason, Output, Request, SamplingParams
-from cutaway.engine.config import EngineConfig
 from cutaway.engine.engine import Engine
 from cutaway.engine.parts import PARTS, Parts
-
-LIMITS = Limits(rows=4, budget=64, chunk=64, window=400, block_size=4)
-POISON = 12345
-
-
-class Recorder(FakeBackend):
-    """Keeps every plan, and how many were in flight when it came."""
-
-    def __init__(self, num_blocks: int = 101, **options: object):
-        super().__init__(num_blocks, 4, poison=POISON, **options)
-        self.plans: list[StepPlan] = []
-        self.in_flight = 0
-        self.most_in_flight = 0
-
-    def submit(self, plan: StepPlan) -> Ticket:
-        self.plans.append(plan)
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        return super().submit(plan)
-
-    def collect(self, ticket: Ticket) -> StepResult:
-        self.in_flight -= 1
-        return super().collect(ticket)
-
-
-def make(depth: int = 0, backend: FakeBackend | None = None, limits: Limits = LIMITS, **options: bool) -> Engine:
-    return Engine(backend or Recorder(delay=depth + 1), Parts(), limits, depth=depth, **options)
-
-
-def a_request(
-    id: int = 0, length: int = 6, max_tokens: int = 5, stop: frozenset[int] = frozenset(), **params: object
-) -> Request:
-    tokens = [17 * id + i for i in range(length)]
-    settings = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **params})
-    return Request(id, tokens, settings, stop, chain(tokens, 4))
-
-
-def drain(engine: Engine) -> dict[int, list[Output]]:
-    outputs: dict[int, list[Output]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            outputs.setdefault(output.id, []).append(output)
-        engine.check()
-    return outputs
-
-
-def ids(outputs: list[Output]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
-
-
-def answer(request: Request) -> list[int]:
-    engine = make()
-    engine.add(request)
-    return ids(drain(engine)[request.id])
+from looping import LIMITS, POISON, Recorder, a_request, answer, drain, ids, make
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
@@ -337,44 +282,6 @@ def test_debug_checks_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine._free_slots.pop()
     with pytest.raises(AssertionError, match="slots leaked"):
         engine.step()
-
-
-def test_the_fake_backend_from_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTAWAY_FAKE_VOCABULARY", "50")
-    backend = create(EngineConfig(model="fake", kv_blocks=20, max_model_len=100))
-    assert backend.kv().num_blocks == 20 and backend.vocabulary == 50 and backend.seconds == 0
-    assert create(EngineConfig(model="fake", max_model_len=100, max_num_seqs=2)).kv().num_blocks == 15
-
-
-def test_the_fake_backend_exports_and_imports_blocks() -> None:
-    backend = Recorder(num_blocks=11)
-    engine = make(backend=backend)
-    engine.add(a_request(0, length=9, max_tokens=20))
-    engine.step()
-    table = engine.scheduler.running[0].table.blocks
-    kept = backend.export_blocks(table)
-    assert kept.data.shape == (len(table), backend.kv().bytes_per_block)
-    backend._kv[:] = 0
-    backend.import_blocks(table, kept)
-    request = engine.scheduler.running[0]
-    drain(engine)
-    assert request.tokens[9:] == answer(a_request(0, length=9, max_tokens=20))
-
-
-@pytest.mark.parametrize("damage", ["stale block", "wrong block"])
-def test_the_fake_backend_makes_a_wrong_block_visible(damage: str) -> None:
-    backend = Recorder(num_blocks=11)
-    engine = make(backend=backend)
-    engine.add(a_request(0, length=9, max_tokens=20))
-    engine.step()
-    request = engine.scheduler.running[0]
-    if damage == "stale block":
-        backend._kv[request.table.slot(2)] += 1
-    else:
-        row = backend._rows[0]
-        row.places[:4] = row.places[4:8]
-    drain(engine)
-    assert request.tokens[10:] != answer(a_request(0, length=9, max_tokens=20))[1:]
 
 
 @pytest.mark.parametrize("part", ["blocks", "prefix_cache", "scheduler", "chunked"])
