@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -92,7 +93,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def serving(arguments: Sequence[str] = (), *, ready_s: float = READY_S) -> Generator[Served]:
+def serving(
+    arguments: Sequence[str] = (), *, environment: Mapping[str, str] | None = None, ready_s: float = READY_S
+) -> Generator[Served]:
     """Starts `cutaway serve` with `arguments` and waits until it is ready; stops it at the end, whatever happens."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="cutaway-bench-") as folder:
@@ -101,7 +104,13 @@ def serving(arguments: Sequence[str] = (), *, ready_s: float = READY_S) -> Gener
         with log.open("wb") as out:
             began = time.perf_counter()
             command = serve_command(port, arguments)
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+            )
         server = Served(port, process, began, log)
         try:
             _wait(server, ready_s)
