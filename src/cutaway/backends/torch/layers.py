@@ -11,9 +11,6 @@ from torch import Tensor
 
 from cutaway.checkpoints.config import ModelConfig, RopeScaling
 
-_pointwise = torch.ops.mkldnn._linear_pointwise.default  # pyright: ignore[reportPrivateUsage]
-_pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary  # pyright: ignore[reportPrivateUsage]
-
 
 class Linear:
     """y = x W^T + b with W [out, in]. Raises nothing of its own."""
@@ -37,17 +34,19 @@ class PackedLinear(Linear):
     """The same with the weight in oneDNN's blocked layout: a third more of the memory's rate at one row than F.linear,
     which packs on every call. The weight is held in this layout alone."""
 
-    __slots__ = ()
+    __slots__ = ("_plain", "_residual")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__(weight, bias)
+        pointwise = torch.ops.mkldnn._linear_pointwise  # pyright: ignore[reportPrivateUsage]  # absent from builds without oneDNN
+        self._plain, self._residual = pointwise.default, pointwise.binary
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # pyright: ignore[reportPrivateUsage]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _pointwise(x, self.weight, self.bias, "none", [], "")
+        return self._plain(x, self.weight, self.bias, "none", [], "")
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return _pointwise_binary(x, residual, self.weight, self.bias, "add")
+        return self._residual(x, residual, self.weight, self.bias, "add")
 
 
 class Embedding:
