@@ -154,7 +154,7 @@ def finish(
     document = {
         "verb": verb,
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join(["cutaway", *sys.argv[1:]]),
+        "command": " ".join(["cutaway", *("PATH" if "/" in word else word for word in sys.argv[1:])]),
         "quick": quick,
         "commit": commit(),
         "versions": versions(),
