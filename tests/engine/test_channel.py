@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rigs import LENGTH, AnyChannel, ask, backend, collect, fake, run, running, until
 
 from cutaway.core.errors import CutawayError, EngineDied
-from cutaway.core.request import FinishReason
+from cutaway.core.request import FinishReason, Request
 from cutaway.engine import messages
 from cutaway.engine.channel import InProcessChannel, ProcessChannel
 from cutaway.engine.engine import Stats
@@ -28,7 +29,9 @@ def test_messages_survive_the_way() -> None:
     got = messages.engine_decoder().decode(messages.encode(sent))
     assert got == sent
     again = got.requests[0].request()
-    assert (again.id, again.tokens, again.params) == (7, request.tokens, request.params)
+    assert (again.id, again.tokens) == (7, request.tokens)
+    assert again.params == replace(request.params, stop=[])  # text stays in the front
+    assert request.params.stop == ["a"]
     assert (again.stop_ids, again.hashes, again.num_prompt) == (request.stop_ids, request.hashes, 20)
     assert again.tokens is not sent.requests[0].tokens
     for message in (messages.Start(fake(), ["", "/x"]), messages.Abort([1, 2]), messages.Stop()):
@@ -132,6 +135,31 @@ def test_what_can_never_run_fails_alone(kind: type[AnyChannel]) -> None:
             assert "64" in refused.error
             assert refused.finish_reason is FinishReason.ERROR
             assert (served.error, len(served.token_ids)) == (None, 8)
+
+    run(work())
+
+
+def test_what_no_message_can_hold_fails_alone() -> None:
+    """In one turn with others, then by itself; whoever comes later is served."""
+
+    def beyond(id: int) -> Request:
+        request = ask(id)
+        request.params.seed = 2**70  # set after the checks, as a setting that has none would be
+        return request
+
+    async def work() -> None:
+        channel = ProcessChannel(fake())
+        async with running(channel) as engine:
+            first, evil, second = await asyncio.gather(*(collect(engine, r) for r in (ask(0), beyond(1), ask(2))))
+            assert (first.error, second.error) == (None, None)
+            assert len(first.token_ids) == len(second.token_ids) == 8
+            for failed in (evil, await collect(engine, beyond(3))):
+                assert failed.error is not None
+                assert failed.error.startswith("the request cannot be sent to the engine: ")
+                assert "\n" not in failed.error
+                assert failed.finish_reason is FinishReason.ERROR
+            assert (await collect(engine, ask(4))).error is None
+            assert (channel._live, channel._waiting, channel.restarts) == (set(), {}, 0)
 
     run(work())
 

@@ -87,9 +87,21 @@ class _Channel:
 
     def _flush(self) -> None:
         if self.state == "ready" and self._waiting:
-            self._live.update(self._waiting)
-            self._send(messages.Add([messages.NewRequest.of(request) for request in self._waiting.values()]))
-            self._waiting.clear()
+            batch, self._waiting = self._waiting, {}
+            self._give(list(batch.values()))
+
+    def _give(self, requests: Sequence[Request]) -> None:
+        """To the engine, in one message. A request that no message can hold fails alone."""
+        try:
+            self._send(messages.Add([messages.NewRequest.of(request) for request in requests]))
+            self._live.update(request.id for request in requests)
+        except Exception as error:  # an integer beyond 64 bits, a type that is not MessagePack's
+            if len(requests) == 1:
+                line = f"the request cannot be sent to the engine: {one_line(error)}"
+                self._steps.put_nowait([Output(requests[0].id, [], finish_reason=FinishReason.ERROR, error=line)])
+            else:
+                for request in requests:
+                    self._give([request])
 
     def _handle(self, message: messages.ToFront) -> None:
         match message:

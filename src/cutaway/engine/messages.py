@@ -6,6 +6,7 @@ one turn of the front's loop) or many outputs (those of one step).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from cutaway.engine.engine import Stats
 
 
 class NewRequest(msgspec.Struct, array_like=True):
-    """What the front fills of a `Request`; the rest is born in the engine."""
+    """What the front fills of a `Request`, but for its stop strings, which are text; the rest is born in the engine."""
 
     id: int
     tokens: list[int]
@@ -26,7 +27,8 @@ class NewRequest(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, request: Request) -> NewRequest:
-        return cls(request.id, request.tokens, request.params, sorted(request.stop_ids), request.hashes)
+        params = replace(request.params, stop=[]) if request.params.stop else request.params
+        return cls(request.id, request.tokens, params, sorted(request.stop_ids), request.hashes)
 
     def request(self) -> Request:
         return Request(self.id, list(self.tokens), self.params, frozenset(self.stop_ids), list(self.hashes))
