@@ -144,7 +144,7 @@ def test_without_torch_one_line_names_the_extra(model: str, tmp_path: Path) -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr == "cutaway: the torch backend needs torch, which is not installed: pip install 'cutaway[torch]'\n"
+    assert done.stderr == "cutaway: the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch\n"
 
 
 def test_a_fault_of_ours_is_one_line_unless_asked_for() -> None:

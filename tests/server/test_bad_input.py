@@ -47,7 +47,15 @@ BAD: list[tuple[tuple[str, dict[str, Any]], int, str | None, list[str]]] = [
     (chat(min_p=2), 400, "min_p", ["0 to 1"]),
     (chat(presence_penalty=3), 400, "presence_penalty", ["-2 to 2"]),
     (chat(frequency_penalty=-3), 400, "frequency_penalty", ["-2 to 2"]),
-    (chat(repetition_penalty=0), 400, "repetition_penalty", ["over 0"]),
+    (chat(repetition_penalty=0), 400, "repetition_penalty", ["0.01"]),
+    (chat(repetition_penalty=1e-45), 400, "repetition_penalty", ["0.01"]),
+    (chat(top_k=2**31), 400, "top_k", ["2147483647"]),
+    (chat(top_k=2**70), 400, "top_k", ["2147483647"]),
+    (chat(max_tokens=2**70), 400, "max_tokens", ["at most"]),
+    (chat(stop_token_ids=[2**70]), 400, "stop_token_ids", ["token ids"]),
+    (message(**{"role": "user", "content": "x", "a\nb": 1}), 400, "messages[0].a\\nb", ["not supported"]),
+    (message(role="x" * 5000, content="x"), 400, "messages[0].role", ["…"]),
+    (chat(metadata={"a\nb": 1}), 400, "metadata.a\\nb", ["string"]),
     (chat(seed=2**64), 400, "seed", ["64 bits"]),
     (chat(max_tokens=0), 400, "max_tokens", ["at least 1"]),
     (chat(max_tokens=-5), 400, "max_tokens", ["at least 1"]),
@@ -140,7 +148,7 @@ BAD: list[tuple[tuple[str, dict[str, Any]], int, str | None, list[str]]] = [
     (text(prompt=[1] * WINDOW), 400, "prompt", [str(WINDOW), "window"]),
     (text(prompt=[1] * 100, max_tokens=200), 400, "max_tokens", [str(WINDOW), "100", "200", "300", "156"]),
     (chat(max_tokens=10**9), 400, "max_tokens", [str(WINDOW), "1000000000"]),
-    (chat(max_tokens=None, max_completion_tokens=10**9), 400, "max_tokens", [str(WINDOW)]),
+    (chat(max_tokens=None, max_completion_tokens=10**9), 400, "max_completion_tokens", [str(WINDOW)]),
 ]  # fmt: skip
 
 

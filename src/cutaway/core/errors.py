@@ -1,10 +1,18 @@
 """The typed errors that reach a person. Each carries one line: what is wrong, and what to do.
 
-They are raised wherever the fault is seen and caught in one place each: `cli.main` (a line on stderr, exit code 2)
-and `server.app` (OpenAI's error shape). Nothing else in the project prints an error or swallows one.
+They are raised wherever the fault is seen, and become something that a person sees in one place each: `cli.run` (a line on
+stderr, exit code 2) and `server.errors` (OpenAI's error shape). What goes wrong in the engine process crosses as its line.
 """
 
 from __future__ import annotations
+
+MAX_SHOWN = 80  # characters of somebody's value in a message
+
+
+def shown(value: object) -> str:
+    """A value in a message: as Python writes it, which escapes line breaks, and cut to one short line."""
+    text = repr(value if not isinstance(value, (str, bytes, list)) else value[:MAX_SHOWN])
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
 class CutawayError(Exception):

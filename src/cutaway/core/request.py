@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from cutaway.core.errors import BadRequest, DoesNotFit
+from cutaway.core.errors import BadRequest, DoesNotFit, shown
 
 __all__ = ["BadRequest", "DoesNotFit", "FinishReason", "Output", "Request", "SamplingParams", "Table", "TokenLogprobs"]
 
 MAX_LOGPROBS = 20  # OpenAI's limit on top_logprobs
+MAX_COUNT = 2**31 - 1  # of tokens; what a device's integers hold
 
 
 class FinishReason(StrEnum):
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 def _need(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise BadRequest(f"{name} must be {allowed}, got {value!r}", param=name)
+        raise BadRequest(f"{name} must be {allowed}, got {shown(value)}", param=name)
 
 
 def _number(value: object) -> bool:
@@ -45,7 +45,7 @@ class SamplingParams:
     top_k         keep the k most likely tokens; 0 or -1 keeps all.
     top_p         keep the smallest set whose probability reaches p. Over 0, at most 1.
     min_p         drop tokens below min_p times the most likely one's probability. 0 to 1.
-    repetition_penalty  divides positive and multiplies negative logits of every token of prompt and output (CTRL). Over 0.
+    repetition_penalty  divides positive and multiplies negative logits of every token of prompt and output (CTRL). 0.01 to 100.
     presence_penalty, frequency_penalty  subtracted once, or times the count, for tokens of the output. -2 to 2.
     seed          the same seed gives the same tokens whatever runs beside it; None draws one.
     max_tokens    tokens to generate; None: as many as the window holds.
@@ -84,17 +84,18 @@ class SamplingParams:
             _need(_number(value) and low <= value <= high, name, value, f"a number from {low:g} to {high:g}")
         _need(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number over 0 and at most 1")
         penalty = self.repetition_penalty
-        _need(_number(penalty) and 0 < penalty <= 100, "repetition_penalty", penalty, "a number over 0 and at most 100")
-        _need(_integer(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer: -1 or 0 for all, or k")
-        _need(self.max_tokens is None or (_integer(self.max_tokens) and self.max_tokens >= 1),
-              "max_tokens", self.max_tokens, "an integer of at least 1")  # fmt: skip
+        _need(_number(penalty) and 0.01 <= penalty <= 100, "repetition_penalty", penalty, "a number from 0.01 to 100")
+        _need(_integer(self.top_k) and -1 <= self.top_k <= MAX_COUNT,
+              "top_k", self.top_k, f"an integer: -1 or 0 for all, or k, at most {MAX_COUNT}")  # fmt: skip
+        _need(self.max_tokens is None or (_integer(self.max_tokens) and 1 <= self.max_tokens <= MAX_COUNT),
+              "max_tokens", self.max_tokens, f"an integer of at least 1 and at most {MAX_COUNT}")  # fmt: skip
         _need(self.seed is None or (_integer(self.seed) and -(2**63) <= self.seed < 2**64),
               "seed", self.seed, "an integer of at most 64 bits")  # fmt: skip
         _need(self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
               "logprobs", self.logprobs, f"an integer from 0 to {MAX_LOGPROBS}")  # fmt: skip
         strings = all(isinstance(s, str) and s for s in self.stop)  # pyright: ignore[reportUnnecessaryIsInstance]
         _need(strings, "stop", self.stop, "non-empty strings")
-        _need(all(_integer(i) and i >= 0 for i in self.stop_token_ids),
+        _need(all(_integer(i) and 0 <= i <= MAX_COUNT for i in self.stop_token_ids),
               "stop_token_ids", self.stop_token_ids, "a list of token ids")  # fmt: skip
 
     @property
@@ -191,12 +192,3 @@ class Output:
     num_cached: int = 0
     error: str | None = None
     queue_seconds: float = 0.0
-
-
-def params_from(values: dict[str, object], allowed: Iterable[str] = ()) -> SamplingParams:
-    """SamplingParams from plain values; an unknown name raises BadRequest that lists what is known."""
-    names = set(allowed) or {f.name for f in fields(SamplingParams)}
-    for name in values:
-        if name not in names:
-            raise BadRequest(f"{name} is not a sampling parameter; known: {', '.join(sorted(names))}", param=name)
-    return SamplingParams(**values)  # pyright: ignore[reportArgumentType]

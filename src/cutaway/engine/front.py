@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutaway.checkpoints import open_checkpoint, resolve
-from cutaway.core.errors import BadRequest, CutawayError, DoesNotFit
+from cutaway.core.errors import BadRequest, CutawayError, DoesNotFit, shown
 from cutaway.core.plan import Limits
 from cutaway.core.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from cutaway.engine.config import EngineConfig
@@ -109,8 +109,8 @@ class Front:
         window = config.max_model_len or most
         if not 1 < window <= most:
             raise CutawayError(f"max_model_len must be 2 to {most}, which is the model's own window, got {window}")
-        path = Path(config.model)
-        name = path.resolve().name.removesuffix(".gguf") if path.exists() else config.model
+        path = Path(config.model).expanduser()
+        name = path.absolute().name.removesuffix(".gguf") if path.exists() else config.model
         eos_ids = checkpoint.generation.eos_ids | tokenizer.eos_ids
         return cls(name, tokenizer, template, eos_ids, window, parts)
 
@@ -174,7 +174,9 @@ class Front:
         size = self.tokenizer.vocab_size
         for i, id in enumerate(ids):
             if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < size:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise BadRequest(f"{param}[{i}] must be a token id from 0 to {size - 1}, got {id!r}", param=f"{param}[{i}]")
+                raise BadRequest(
+                    f"{param}[{i}] must be a token id from 0 to {size - 1}, got {shown(id)}", param=f"{param}[{i}]"
+                )
         return list(ids)
 
 
@@ -185,10 +187,11 @@ def _message(message: object, path: str) -> dict[str, Any]:
     given = {str(k): v for k, v in cast("Mapping[Any, Any]", message).items() if v is not None}
     for key in given:
         if key not in MESSAGE_FIELDS:
-            raise BadRequest(f"{path}.{key} is not supported; a message has {', '.join(MESSAGE_FIELDS)}", param=f"{path}.{key}")
+            named = f"{path}.{shown(key)[1:-1]}"
+            raise BadRequest(f"{named} is not supported; a message has {', '.join(MESSAGE_FIELDS)}", param=named)
     role = given.get("role")
     if role not in ROLES:
-        raise BadRequest(f"{path}.role must be one of {', '.join(ROLES)}, got {role!r}", param=f"{path}.role")
+        raise BadRequest(f"{path}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{path}.role")
     given["role"] = "system" if role == "developer" else role
     given["content"] = _content(given.get("content"), f"{path}.content")
     return given

@@ -8,10 +8,12 @@ Protocol below; the engine asks nothing beyond it of a file that is not its own,
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutaway.core.errors import CutawayError
-from cutaway.core.plan import Limits, Schedule
+from cutaway.core.plan import Schedule
 from cutaway.core.request import Output, Request, Table
 
 Process = Literal["front", "engine"]
@@ -139,7 +141,7 @@ class Channel(Protocol):
 
     async def stop(self) -> None: ...
     def add(self, request: Request) -> None:
-        """Never waits. Raises EngineDied while the engine is down."""
+        """Never waits; while the engine is being restarted the request does. Raises EngineDied where there is none to come."""
         ...
 
     def abort(self, ids: Sequence[int]) -> None: ...
@@ -222,7 +224,7 @@ def load_module(source: str) -> ModuleType:
     path = Path(source).resolve()
     if not path.is_file():
         raise CutawayError(f"no such file: {path}")
-    name = f"cutaway_part_{abs(hash(str(path))):x}"
+    name = f"cutaway_part_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -238,7 +240,7 @@ class Parts:
 
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     observe: Mapping[str, Observe] = field(default_factory=dict[str, Observe])
-    loaded: dict[str, ModuleType] = field(default_factory=dict[str, ModuleType])
+    loaded: dict[tuple[str, str], ModuleType] = field(default_factory=dict[tuple[str, str], ModuleType])  # by part and source
     fallbacks: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # part -> features the reference served
 
     def __post_init__(self) -> None:
@@ -258,15 +260,17 @@ class Parts:
         return module
 
     def _load(self, part: Part, source: str) -> ModuleType:
-        if source not in self.loaded:
-            module = load_module(source)
+        key = part.name, source
+        if key not in self.loaded:
+            own = source == part.default
+            module = load_module(source) if own else _load_foreign(part, source)
             missing = [n for n in part.offers if not hasattr(module, n)]
             if missing:
                 raise CutawayError(f"{source} cannot be the part {part.name}: it does not define {', '.join(missing)}")
             if part.name in self.observe and source == self.overrides.get(part.name, part.default):
                 module = observed(module, part.offers, self.observe[part.name])
-            self.loaded[source] = module
-        return self.loaded[source]
+            self.loaded[key] = module
+        return self.loaded[key]
 
     def report(self) -> dict[str, dict[str, Any]]:
         """For `/health`: whose file plays each part, and what the reference had to serve in its place."""
@@ -280,6 +284,22 @@ class Parts:
             }
             for p in PARTS.values()
         }
+
+
+def _load_foreign(part: Part, source: str) -> ModuleType:
+    """Somebody else's file: whatever it raises while it is loaded is said with the part, its stage, the file and the line."""
+    try:
+        return load_module(source)
+    except CutawayError:
+        raise
+    except Exception as error:
+        line = getattr(error, "lineno", None)
+        if line is None:
+            frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(source).resolve()]
+            line = frames[-1] if frames else None
+        where = source if line is None else f"{source}, line {line}"
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CutawayError(f"{where}: cannot be the part {part.name} (stage {part.stage}): {what}") from error
 
 
 def observed(module: ModuleType, names: Iterable[str], observe: Observe) -> ModuleType:
@@ -306,4 +326,4 @@ def _reporting(name: str, function: Callable[..., Any], observe: Observe) -> Cal
     return call
 
 
-__all__ = ["PARTS", "Channel", "Limits", "Part", "Parts", "load_module"]
+__all__ = ["PARTS", "Channel", "Part", "Parts", "load_module"]

@@ -127,7 +127,12 @@ def _chat(service: Service) -> Any:
         front = service.front
 
         def prepare() -> Sequence:
-            return front.chat(body.messages, body.params())
+            try:
+                return front.chat(body.messages, body.params())
+            except BadRequest as error:
+                if error.param == "max_tokens" and body.max_completion_tokens is not None:
+                    error.param = "max_completion_tokens"  # by the name that the client knows
+                raise
 
         return _answer(service, "chat", body, [await service.in_thread(prepare)])
 

@@ -109,7 +109,8 @@ def path_of(loc: Sequence[int | str]) -> str:
     """("messages", 0, "content") -> messages[0].content"""
     path = ""
     for step in loc:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+        word = shown(step)[1:-1]  # a key of the body is anybody's text
+        path += f"[{step}]" if isinstance(step, int) else f".{word}" if path else word
     return path
 
 
@@ -136,8 +137,7 @@ def _one_line(fault: ErrorDetails, known: Sequence[str], later: Sequence[str]) -
                 f"{param} is not supported by this server; leave it out", param=param, code="unsupported_parameter"
             )
         fields = f"; known fields: {', '.join(known)}" if len(fault["loc"]) == 1 else "; leave it out"
-        name = shown(param)[1:-1]
-        return BadRequest(f"{name} is not a known field{fields}", param=name, code="unknown_parameter")
+        return BadRequest(f"{param} is not a known field{fields}", param=param, code="unknown_parameter")
     if kind == "missing":
         return BadRequest(f"{param} is required", param=param, code="missing_required_parameter")
     if kind == "value_error":
