@@ -11,9 +11,9 @@ import torch
 
 from cutaway.backends.torch.layers import (
     Linear,
+    RMSNorm,
     interleave,
     linear_kind,
-    rms_norm,
     rotary_frequencies,
     rotary_table,
     rotate,
@@ -90,10 +90,14 @@ def test_rotation_of_interleaved_heads_is_the_half_split_formula():
     assert torch.allclose(rotate(x[..., order[0]], table), expected.float(), atol=1e-5)
 
 
-def test_rms_norm():
-    x, weight = torch.randn(5, 64) * 3, torch.randn(64)
+@pytest.mark.parametrize("tokens", [1, 5])  # a single token has a kernel of its own
+@pytest.mark.parametrize("size", [3.0, 1e-3])  # where the mean square is far over eps, and where eps counts
+def test_rms_norm(tokens, size):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(tokens, 64, generator=generator) * size + size, torch.randn(64, generator=generator)
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    assert torch.allclose(rms_norm(x, weight, 1e-5), expected, atol=1e-5)
+    assert torch.allclose(RMSNorm(weight, 1e-5)(x), expected, atol=1e-5)
+    assert (RMSNorm(weight.bfloat16(), 1e-5)(x.bfloat16()) - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])

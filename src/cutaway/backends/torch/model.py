@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cutaway.backends.torch.layers import Embedding, Linear, interleave, linear_kind, rms_norm, rotary_table, rotate, tied
+from cutaway.backends.torch.layers import Embedding, Linear, RMSNorm, interleave, linear_kind, rotary_table, rotate, tied
 from cutaway.checkpoints import Checkpoint
 
 
@@ -58,11 +58,11 @@ class Layer:
     """Weights of one decoder layer. qkv and gate_up are fused along their outputs. qk_norm [heads + kv_heads, head_dim]
     holds q's norm weight once a query head, then k's once a key head."""
 
-    input_norm: Tensor
+    input_norm: RMSNorm
     qkv: Linear
     qk_norm: Tensor | None
     o: Linear
-    post_norm: Tensor
+    post_norm: RMSNorm
     gate_up: Linear
     down: Linear
     window: int
@@ -78,7 +78,7 @@ class Decoder:
         self.dtype = dtype
         self.embedding, self.head = loader.ends()
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
-        self.norm = loader.tensor("model.norm.weight")
+        self.norm = loader.norm("model.norm.weight")
         self.turns = rotary_table(config, window)
         self.scale = config.head_dim**-0.5
 
@@ -93,15 +93,15 @@ class Decoder:
 
     def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], attention: AttentionPart) -> Tensor:
         """One step: writes the tokens' keys and values, answers logits [sampled tokens, vocabulary] in the model's dtype."""
-        config, eps, inner = self.config, self.config.rms_eps, self.config.intermediate_size
+        config = self.config
         heads, both = config.num_heads, config.num_heads + config.num_kv_heads
         x = self.embedding(batch.token_ids)
         turns = self.turns.index_select(0, batch.positions).unsqueeze(1)
         for layer, k_cache, v_cache in zip(self.layers, keys, values, strict=True):
-            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(len(x), -1, config.head_dim)
+            qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, config.head_dim)
             qk = qkv[:, :both]
             if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (config.head_dim,), None, eps) * layer.qk_norm
+                qk = F.rms_norm(qk, (config.head_dim,), None, config.rms_eps) * layer.qk_norm
             qk = rotate(qk, turns)
             attention.write_kv(k_cache, v_cache, qk[:, heads:], qkv[:, both:], batch.slots, **batch.extras)
             extras = {**batch.extras, "window": layer.window} if layer.window else batch.extras
@@ -110,9 +110,9 @@ class Decoder:
                 scale=self.scale, **extras,
             )  # fmt: skip
             x = layer.o.add(attended.reshape(len(x), -1), x)
-            gate_up = layer.gate_up(rms_norm(x, layer.post_norm, eps))
-            x = layer.down.add(F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]), x)
-        return self.head(rms_norm(x.index_select(0, batch.sampled), self.norm, eps))
+            gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, 1)
+            x = layer.down.add(torch.ops.aten.silu_(gate).mul_(up), x)
+        return self.head(self.norm(x.index_select(0, batch.sampled)))
 
 
 class _Loader:
@@ -130,6 +130,9 @@ class _Loader:
             data = np.array(data)
         return torch.from_numpy(data).view(self.dtype)
 
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.tensor(name), self.config.rms_eps)
+
     def ends(self) -> tuple[Embedding, Linear]:
         """Embedding and head."""
         weight = self.tensor("model.embed_tokens.weight")
@@ -141,11 +144,11 @@ class _Loader:
         config, prefix = self.config, f"model.layers.{index}."
         windows = config.sliding_windows
         return Layer(
-            input_norm=self.tensor(prefix + "input_layernorm.weight"),
+            input_norm=self.norm(prefix + "input_layernorm.weight"),
             qkv=self._linear(prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
             qk_norm=self._qk_norm(prefix + "self_attn.") if config.qk_norm else None,
             o=self._linear(prefix + "self_attn.", ("o_proj",), config.o_bias),
-            post_norm=self.tensor(prefix + "post_attention_layernorm.weight"),
+            post_norm=self.norm(prefix + "post_attention_layernorm.weight"),
             gate_up=self._linear(prefix + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias),
             down=self._linear(prefix + "mlp.", ("down_proj",), config.mlp_bias),
             window=windows[index] if windows else 0,
