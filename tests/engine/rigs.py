@@ -19,7 +19,7 @@ T = TypeVar("T")
 AnyChannel = InProcessChannel | ProcessChannel
 
 
-def run(work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
+def run(work: Coroutine[Any, Any, T], seconds: float = 120) -> T:
     """asyncio.run, bounded: a test that would hang fails."""
 
     async def bounded() -> T:
@@ -28,7 +28,7 @@ def run(work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
     return asyncio.run(bounded())
 
 
-async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  # what is waited for is often another process's
             await asyncio.sleep(0.005)

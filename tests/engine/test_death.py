@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import aclosing
 from pathlib import Path
 from random import Random
 
@@ -22,18 +22,20 @@ from cutaway.engine.channel import ProcessChannel
 
 def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     async def work() -> None:
-        sleepy = backend(tmp_path, f"def create(config, parts):\n    open('{tmp_path}/pid', 'w').write(str(os.getpid()))\n"
-                                   "    time.sleep(60)\n")  # fmt: skip
-        channel = ProcessChannel(fake(backend=sleepy), start_timeout=2)
-        with pytest.raises(CutawayError, match="did not start within 2 s"):
-            await channel.start()
-        assert gone_within(int((tmp_path / "pid").read_text()), 1)
+        sleepy = backend(tmp_path, "def create(config, parts): time.sleep(600)\n")
+        channel = ProcessChannel(fake(backend=sleepy), start_timeout=0.5)
+        starting = asyncio.create_task(channel.start())
+        await until(lambda: channel.pid)
+        pid = channel.pid or 0
+        with pytest.raises(CutawayError, match=r"did not start within 0\.5 s"):
+            await starting
+        assert gone_within(pid, 20)
 
     run(work())
 
 
 def test_killed_during_a_stream(slow_steps: None) -> None:
-    """That stream gets an error, requests that come meanwhile wait, and the next one is served within ten seconds."""
+    """That stream gets an error long before it could have ended, requests that come meanwhile wait, the next is served."""
 
     async def work() -> None:
         channel = ProcessChannel(fake())
@@ -41,18 +43,16 @@ def test_killed_during_a_stream(slow_steps: None) -> None:
             before = await collect(engine, ask(0))
             first = channel.pid
             assert first is not None
-            streams = [asyncio.create_task(collect(engine, ask(i, max_tokens=400))) for i in (1, 2)]
+            streams = [asyncio.create_task(collect(engine, ask(i, max_tokens=480))) for i in (1, 2)]
             await until(lambda: channel.stats is not None and channel.stats.running == 2)
-            began = time.monotonic()
             os.kill(first, signal.SIGKILL)
             for output in await asyncio.gather(*streams):
                 assert output.error is not None
                 assert output.error.startswith("the engine process ended (SIGKILL")
                 assert output.error.endswith("it is being restarted, send the request again")
-            assert time.monotonic() - began < 1
-            assert (channel.state, channel.ready) == ("restarting", {})
-            after = await collect(engine, ask(3 - 3))
-            assert time.monotonic() - began < 10
+                assert len(output.token_ids) < 400
+            assert (channel.state, channel.ready, channel.stats) == ("restarting", {}, None)
+            after = await collect(engine, ask(0))
             assert after.token_ids == before.token_ids
             assert (channel.state, channel.restarts, channel.ready["window"]) == ("ready", 1, 512)
             assert channel.pid not in (None, first)
@@ -85,30 +85,61 @@ def create(config, parts): return Backend()
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_crash_loop_is_given_up(tmp_path: Path) -> None:
+def test_requests_that_kill_their_engine_slow_it_and_do_not_take_it_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_steps: None
+) -> None:
+    """The pauses grow until a request has finished; an abort is no finished request."""
+    monkeypatch.setattr("cutaway.engine.channel.PAUSES", (0.0, 0.01, 0.02))
     text = """
 class Backend(fake.FakeBackend):
-    def submit(self, plan): os._exit(9)
-def create(config, parts): return Backend()
+    def submit(self, plan):
+        if any(666 in a.tokens for a in plan.admitted): os._exit(9)
+        return super().submit(plan)
+def create(config, parts): return Backend(seconds=0.02)
 """
+    said: list[str] = []
 
     async def work() -> None:
-        channel = ProcessChannel(fake(backend=backend(tmp_path, text)))
+        channel = ProcessChannel(fake(backend=backend(tmp_path, text)), progress=said.append)
         async with running(channel) as engine:
-            for n in range(3):
-                assert "exit status 9" in ((await collect(engine, ask(n))).error or "")
-            assert channel.state == "failed"
-            assert channel.failure == "the engine process ended (exit status 9); given up after 3 such ends in a row"
-            with pytest.raises(EngineDied, match="given up"):
-                await collect(engine, ask(9))
+
+            async def poison(id: int) -> None:
+                evil = ask(id)
+                evil.tokens[3] = 666
+                assert "exit status 9" in ((await collect(engine, evil)).error or "")
+
+            await poison(0)
+            await poison(1)
+            async with aclosing(engine.generate(ask(2, max_tokens=480))) as outputs:
+                await anext(outputs)
+            await until(lambda: channel.stats is not None and channel.stats.running == 0)
+            await poison(3)
+            await poison(4)
+            assert (await collect(engine, ask(5))).error is None
+            await poison(6)
+            assert (await collect(engine, ask(7))).error is None
+            assert (channel.state, channel.restarts) == ("ready", 5)
 
     run(work())
+    ends = [line.removeprefix("the engine process ended (exit status 9); restarting it") for line in said if "ended" in line]
+    assert ends == ["", " in 0.01 s", " in 0.02 s", " in 0.02 s", ""]
 
 
-def test_requests_wait_for_a_restart_that_fails_and_hear_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "limit", "said"),
+    [
+        ("raise CutawayError('the model is gone')", 600, "the engine process failed (the model is gone)"),
+        ("time.sleep(600)", 0.5, "the engine process did not start within 0.5 s"),
+    ],
+)
+def test_starts_that_fail_are_told_to_those_who_wait_and_given_up(
+    how: str, limit: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they take to fail."""
+    monkeypatch.setattr("cutaway.engine.channel.PAUSES", (0.0, 0.5))
     text = f"""
 def create(config, parts):
-    if os.path.exists("{tmp_path}/second"): raise CutawayError("the model is gone")
+    if os.path.exists("{tmp_path}/second"): {how}
     open("{tmp_path}/second", "w")
     return fake.FakeBackend()
 """
@@ -116,12 +147,18 @@ def create(config, parts):
     async def work() -> None:
         channel = ProcessChannel(fake(backend=backend(tmp_path, text)))
         async with running(channel) as engine:
+            channel._start_timeout = limit
             assert channel.pid is not None
             os.kill(channel.pid, signal.SIGKILL)
             await until(lambda: channel.state == "restarting")
-            waiting = asyncio.create_task(collect(engine, ask(0)))
-            output = await asyncio.wait_for(waiting, 20)
-            assert output.error == "the engine process failed (the model is gone); given up after 3 such ends in a row"
+            waiting = [asyncio.create_task(collect(engine, ask(i))) for i in range(2)]
+            for output in await asyncio.gather(*waiting):
+                assert output.error == f"{said}; it is being restarted, send the request again"
+            await until(lambda: channel.state == "failed")
+            assert channel.failure == f"{said}; given up after 3 starts that failed"
+            assert (channel.restarts, channel.stats) == (3, None)
+            with pytest.raises(EngineDied, match="given up"):
+                await collect(engine, ask(9))
 
     run(work())
 
@@ -131,6 +168,7 @@ def test_a_process_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatc
     good, bad = sys.executable, str(tmp_path / "none")
 
     async def work() -> None:
+        monkeypatch.setattr("cutaway.engine.channel.PAUSES", (0.0,))
         channel = ProcessChannel(fake())
         monkeypatch.setattr(sys, "executable", bad)
         with pytest.raises(CutawayError, match=r"cannot be started: FileNotFoundError.*none"):
@@ -142,8 +180,8 @@ def test_a_process_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatc
             os.kill(channel.pid or 0, signal.SIGKILL)
             await until(lambda: channel.state != "ready")
             with contextlib.suppress(EngineDied):
-                assert "given up after 3" in ((await collect(engine, ask(0))).error or "")
-            assert channel.state == "failed"
+                assert "the engine process cannot be started" in ((await collect(engine, ask(0))).error or "")
+            await until(lambda: channel.state == "failed")
 
     run(work())
 
@@ -159,7 +197,7 @@ def test_stop_in_the_middle_of_a_start(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await starting
         assert channel.state == "stopped"
-        assert gone_within(int((tmp_path / "pid").read_text()), 1)
+        assert gone_within(int((tmp_path / "pid").read_text()), 20)
 
     run(work())
 
@@ -171,7 +209,7 @@ def test_a_trace_of_a_crash_is_kept(tmp_path: Path) -> None:
             await collect(engine, ask(0))
             assert channel.pid is not None
             os.kill(channel.pid, signal.SIGKILL)
-            await until(lambda: channel.state == "restarting")
+            await until(lambda: channel.restarts == 1)
             await collect(engine, ask(1, max_tokens=3))
         assert len((tmp_path / "trace").read_text().splitlines()) == 8
         assert len((tmp_path / "trace.1").read_text().splitlines()) == 3
@@ -207,43 +245,42 @@ def test_stop_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sl
 
 
 def test_an_engine_that_hangs_in_a_step_is_killed_by_stop(tmp_path: Path) -> None:
-    text = """
+    text = f"""
 class Backend(fake.FakeBackend):
     def submit(self, plan):
-        import signal
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(60)
+        open("{tmp_path}/hangs", "w")
+        time.sleep(600)
 def create(config, parts): return Backend()
 """
 
     async def work() -> None:
         channel = ProcessChannel(fake(backend=backend(tmp_path, text)), stop_timeout=0.5)
-        began = 0.0
         async with running(channel) as engine:
             pid = channel.pid or 0
             task = asyncio.create_task(collect(engine, ask(0)))
-            await asyncio.sleep(0.3)
-            began = time.monotonic()
-        assert time.monotonic() - began < 5
-        assert gone_within(pid, 1)
+            await until((tmp_path / "hangs").exists)
+        assert gone_within(pid, 20)
         assert (await task).error == "the engine was stopped"
 
     run(work())
 
 
-def test_sigint_is_the_fronts_and_sigterm_ends_in_order() -> None:
+def test_what_reaches_the_whole_group_is_the_fronts_to_handle(slow_steps: None) -> None:
+    """Ctrl-C in a terminal, a service manager's SIGTERM: the front decides, running answers go on."""
+
     async def work() -> None:
         channel = ProcessChannel(fake())
         async with running(channel) as engine:
             pid = channel.pid
             assert pid is not None
+            answer = asyncio.create_task(collect(engine, ask(0, max_tokens=50)))
+            await until(lambda: channel.stats is not None and channel.stats.running == 1)
             os.kill(pid, signal.SIGINT)
-            assert (await collect(engine, ask(0))).error is None
-            assert channel.pid == pid
             os.kill(pid, signal.SIGTERM)
-            await until(lambda: channel.failure is not None)
-            assert channel.failure == "the engine process ended (exit status 0)"
-            assert (await collect(engine, ask(1))).error is None
+            whole = await answer
+            assert (whole.error, len(whole.token_ids)) == (None, 50)
+            assert (channel.pid, channel.restarts) == (pid, 0)
+        assert not alive(pid)
 
     run(work())
 
@@ -274,8 +311,8 @@ def test_the_engine_does_not_outlive_its_front(how: signal.Signals, tmp_path: Pa
         pid, folder = front.stdout.readline().split()
         assert Path(folder).is_dir()
         front.send_signal(how)
-        front.wait(10)
-        assert gone_within(int(pid), 2)
+        front.wait(30)
+        assert gone_within(int(pid), 20)
         assert not Path(folder).exists()
 
 
@@ -286,10 +323,11 @@ def test_idle_costs_nothing() -> None:
             await collect(engine, ask(0))
             assert channel.pid is not None
             process = psutil.Process(channel.pid)
-            before = process.cpu_times()
+            before, woken = process.cpu_times(), process.num_ctx_switches().voluntary
             await asyncio.sleep(1)
             after = process.cpu_times()
-            assert (after.user + after.system) - (before.user + before.system) <= 0.02
+            assert (after.user + after.system) - (before.user + before.system) <= 0.2
+            assert process.num_ctx_switches().voluntary - woken <= 20  # it sleeps, and does not look again and again
 
     run(work())
 
@@ -320,7 +358,7 @@ def test_a_storm_of_requests_cancellations_and_kills(monkeypatch: pytest.MonkeyP
             assert channel.pid is not None
             os.kill(channel.pid, signal.SIGKILL)
             ends = await asyncio.gather(*storm)
-            assert ends.count("served") > 50
+            assert ends.count("served") > 20
             await until(lambda: channel.stats is not None and channel.stats.running + channel.stats.waiting == 0)
             assert channel.stats is not None
             assert (channel.stats.used, channel.restarts, engine.num_active) == (1, 1, 0)

@@ -2,8 +2,10 @@
 
 Both speak `engine.messages` and are what part 15 is given. A process channel watches its engine: when the process ends,
 every request it held fails with one line, and a new process is started with the same settings. Requests that come
-meanwhile wait for it. Three ends within 30 seconds, none of them after a finished request, are a crash loop: the channel
-gives up, `state` is "failed", and `failure` says why.
+meanwhile wait for that one start, and fail with its line if it fails. The first end is mended at once; each further one
+with no request finished since is followed by a longer pause (1, 2, 4, ... 30 s), so that a request which kills its engine
+slows the server and never takes it down. Three starts that fail with no request finished between, however long they
+took, mean that there is nothing to be had: the channel gives up, `state` is "failed", and `failure` says why.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -36,15 +37,15 @@ from cutaway.engine.process import build, drive, one_line
 
 State = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
 
-CRASHES = 3
-CRASH_SECONDS = 30.0
+FAILED_STARTS = 3
+PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before a restart: after the first end since a request finished, ...
 DRAIN_SECONDS = 0.05  # what a process said before it ended has arrived when it was silent for so long
 LONGEST_PATH = 90  # a socket's path may have 104 bytes on macOS, 108 on Linux
 
 
 class _Channel:
     """What both have. state, failure (why the engine ended last), ready (`engine.process.build`'s figures; empty while no
-    engine is up) and stats (of the last step) are for `/health`."""
+    engine is up) and stats (of its last step; None before the first) are for `/health`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -119,7 +120,7 @@ class _Channel:
                 pass
 
     def _fail(self, ids: Iterable[int], line: str) -> None:
-        self.ready = {}
+        self.ready, self.stats = {}, None  # they were the dead engine's
         self._steps.put_nowait([Output(id, [], finish_reason=FinishReason.ERROR, error=line) for id in sorted(ids)])
         self._live.clear()
 
@@ -187,8 +188,8 @@ class ProcessChannel(_Channel):
     """The engine in a process of its own, over ZeroMQ on an ipc socket in a folder that only this user may enter.
 
     `progress` hears what the engine is busy with while it starts, and why it is restarted. `start_timeout` bounds each
-    start, `stop_timeout` the time a running step gets to end before the process is terminated, then killed. Restarts are
-    counted in `restarts`. A restarted engine writes its trace to FILE.1, FILE.2, ..., so that the one of what went wrong stays.
+    start, `stop_timeout` the time a running step gets to end before the process is killed. Restarts are counted in
+    `restarts`. A restarted engine writes its trace to FILE.1, FILE.2, ..., so that the one of what went wrong stays.
     """
 
     def __init__(
@@ -205,7 +206,8 @@ class ProcessChannel(_Channel):
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._last_line: str | None = None  # what the engine process said of its own fault
-        self._crashes: list[float] = []  # times of ends since a request finished last
+        self._came_up = False  # whether this process has been ready
+        self._ends = self._failed_starts = 0  # since a request finished last
         self._engine: _EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -228,7 +230,8 @@ class ProcessChannel(_Channel):
             raise CutawayError(self.failure)
 
     async def stop(self) -> None:
-        """Ends the process in order: asked, then terminated, then killed. Leaves no process and no folder. Twice is nothing."""
+        """Ends the process in order: asked, then killed; one that still loads is killed. Leaves no process and no folder.
+        Twice is nothing."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -238,9 +241,6 @@ class ProcessChannel(_Channel):
             if asked:
                 self._send(messages.Stop())
                 await asyncio.wait({supervisor}, timeout=self._stop_timeout)
-            if self._engine is not None:
-                self._engine.process.terminate()
-                await asyncio.wait({supervisor}, timeout=1.0)
         finally:
             supervisor.cancel()  # which kills what is left
             await asyncio.gather(supervisor, return_exceptions=True)
@@ -257,12 +257,12 @@ class ProcessChannel(_Channel):
             case messages.Loading():
                 self._say(message.line)
             case messages.Outputs():
-                if any(o.finish_reason is not None and o.error is None for o in message.outputs):
-                    self._crashes.clear()
+                if any(o.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for o in message.outputs):
+                    self._ends = self._failed_starts = 0
             case messages.Failed():
                 self._last_line = message.line
             case messages.Ready():
-                pass
+                self._came_up = True
 
     def _say(self, line: str) -> None:
         if self._progress is not None:
@@ -271,23 +271,30 @@ class ProcessChannel(_Channel):
     async def _supervise(self) -> None:
         """One process after the other."""
         while True:
-            self._last_line = None
+            self._last_line, self._came_up = None, False
             try:
                 reason = await self._life()
             except Exception as error:  # no process to be had, no space for its socket
                 reason = f"the engine process cannot be started: {one_line(error)}"
             if self.state == "stopping":
                 return
-            now = time.monotonic()
-            self._crashes = [t for t in self._crashes if now - t < CRASH_SECONDS] + [now]
             if self.state == "starting":
                 return self._give_up(reason)
-            if len(self._crashes) >= CRASHES:
-                return self._give_up(f"{reason}; given up after {CRASHES} such ends in a row")
+            self._ends += 1
+            self._failed_starts += not self._came_up
+            if self._failed_starts >= FAILED_STARTS:
+                return self._give_up(f"{reason}; given up after {FAILED_STARTS} starts that failed")
             self.state, self.failure = "restarting", reason
             self.restarts += 1
-            self._say(f"{reason}; restarting it")
-            self._fail(self._live, f"{reason}; it is being restarted, send the request again")
+            pause = PAUSES[min(self._ends, len(PAUSES)) - 1]
+            self._say(f"{reason}; restarting it{f' in {pause:g} s' if pause else ''}")
+            line = f"{reason}; it is being restarted, send the request again"
+            if self._came_up:
+                self._fail(self._live, line)
+            else:  # those who waited for it
+                self._fail([*self._live, *self._waiting], line)
+                self._waiting.clear()
+            await asyncio.sleep(pause)
 
     async def _life(self) -> str:
         """Starts one process and stays until it has ended; answers why it did, in one line."""

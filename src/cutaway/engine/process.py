@@ -1,9 +1,9 @@
 """The engine process: `python -m cutaway.engine.process SOCKET`, started by `engine.channel.ProcessChannel`.
 
 It knows ids only. It takes messages between steps, without waiting while there is work and asleep when there is none.
-It ends in order on Stop and on SIGTERM, ignores SIGINT (Ctrl-C reaches the whole terminal group; the front decides), and
-ends at once when the front is gone: the front holds the other end of its standard input, which the kernel closes
-however the front dies.
+It ends by Stop, in order; by its standard input closing, at once; or by SIGKILL. The front holds the other end of that
+input, which the kernel closes however the front dies. SIGINT and SIGTERM are ignored: Ctrl-C reaches a whole terminal
+group and a service manager's SIGTERM a whole control group, while the front still lets running answers end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import zmq
@@ -56,7 +55,7 @@ def load_backend(config: EngineConfig, parts: Parts) -> Backend:
         name = str(error.name)
         if name.split(".")[0] == "cutaway":
             raise CutawayError(f"there is no backend {config.backend}: {error}") from None
-        remedy = "pip install 'cutaway[torch]'" if name == "torch" else f"pip install {name}"
+        remedy = "pip install '.[torch]' in a checkout, or pip install torch" if name == "torch" else f"pip install {name}"
         raise CutawayError(f"the backend {module} needs {name}, which is not installed: {remedy}") from None
     except AttributeError:
         raise CutawayError(f"there is no backend {config.backend}: {module} has no {function}") from None
@@ -185,10 +184,6 @@ def run(link: Link) -> None:
     drive(engine, receive, send)
 
 
-def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)
-
-
 def _end_with_parent(folder: Path) -> None:
     """Sleeps until standard input closes, which is when the front has ended; then nobody is left to answer to."""
     waiter = select.poll()
@@ -203,9 +198,9 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def main() -> None:
-    """Exit status: 0 after Stop or SIGTERM, 1 after a fault, which the front has been told in one line."""
+    """Exit status: 0 after Stop, 1 after a fault, which the front has been told in one line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if len(sys.argv) != 2:
         sys.exit("usage: python -m cutaway.engine.process SOCKET (the front starts this; `cutaway serve` is for people)")
     path = Path(sys.argv[1])
