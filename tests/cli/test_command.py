@@ -16,8 +16,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 import tiny
@@ -144,7 +146,10 @@ def test_without_torch_one_line_names_the_extra(model: str, tmp_path: Path) -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr == "cutaway: the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch\n"
+    assert (
+        done.stderr
+        == "cutaway: the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch\n"
+    )
 
 
 def test_a_fault_of_ours_is_one_line_unless_asked_for() -> None:
@@ -271,7 +276,11 @@ def test_serve_answers_writes_its_trace_and_stops_in_order(model: str, tmp_path:
         assert process.wait(30) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
-    assert all(json.loads(line)["used"] >= 1 for line in trace.read_text().splitlines())
+    schema = json.loads((resources.files("cutaway.server") / "trace.schema.json").read_text())
+    steps = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(steps) >= 2
+    for step in steps:
+        jsonschema.validate(step, schema)
 
 
 # --- chat ---------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,9 @@ def test_what_fails_before_the_first_token_gets_a_status_streamed_or_not(poisone
             assert error["type"] == "server_error"
             assert error["code"] == "engine_error"
             assert "finite" in error["message"] or "NaN" in error["message"]
-        assert http.post("/v1/completions", json={**body, "prompt": [5, 9]}).status_code in (200, 500)  # it goes on
+        served = [http.post("/v1/completions", json={**body, "prompt": [5, 9 + i]}).status_code for i in range(4)]
+        assert 200 in served  # it goes on; an answer may draw the poisoned token itself
+        assert set(served) <= {200, 500}
         assert http.get("/ready").status_code == 200
 
 

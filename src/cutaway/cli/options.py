@@ -100,5 +100,7 @@ def config_from(**given: Any) -> EngineConfig:
         raise CutawayError(f"--trace {trace}: there is no folder {Path(trace).absolute().parent}")
     config = EngineConfig(**{f.name: given[f.name] for f in fields(EngineConfig) if f.name in given})
     if config.backend == DEFAULTS.backend and importlib.util.find_spec("torch") is None:
-        raise CutawayError("the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch")
+        raise CutawayError(
+            "the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch"
+        )
     return config

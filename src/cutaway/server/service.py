@@ -127,6 +127,7 @@ class Service:
         arrived = time.monotonic()
         metrics.arrived(id, arrived, request.num_prompt)
         reason, first = FinishReason.ABORT, True
+        restarts = getattr(self.channel, "restarts", 0)
         try:
             async with aclosing(self.engine.generate(request)) as outputs:  # pyright: ignore[reportArgumentType]
                 async for output in outputs:
@@ -136,7 +137,8 @@ class Service:
                         first = False
                     if output.error is not None:
                         reason = FinishReason.ERROR
-                        raise EngineFault(output.error) if self.up else EngineDied(output.error)
+                        alive = self.up and getattr(self.channel, "restarts", 0) == restarts
+                        raise EngineFault(output.error) if alive else EngineDied(output.error)
                     delta = stream.push(output)
                     if delta.token_ids:
                         metrics.tokens(id, now, len(delta.token_ids))
