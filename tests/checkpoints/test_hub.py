@@ -266,7 +266,7 @@ def test_the_list_of_models_says_what_is_there(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine.gguf").write_bytes(b"1234")
     mine = hub.known_models()[1]
-    assert mine.present and mine.size == 4 and mine.path.name == "mine.gguf"
+    assert (mine.name, mine.present, mine.size) == ("mine.gguf", True, 4) and mine.path == tmp_path / "models" / "mine.gguf"
 
 
 @pytest.mark.model

@@ -60,7 +60,7 @@ BUILTIN = (
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One line of `cutaway models`."""
+    """One line of `cutaway models`. what and licence are empty for a person's own file."""
 
     name: str
     what: str
@@ -86,7 +86,7 @@ def known_models() -> list[Known]:
     own = {model.file for model in BUILTIN}
     for path in sorted(folder.glob("*.gguf")):
         if path.name not in own:
-            answer.append(Known(str(path), "a file of yours", path, True, _size(path), "its own"))
+            answer.append(Known(path.name, "", path, True, _size(path), ""))
     return answer
 
 
