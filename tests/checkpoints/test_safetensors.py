@@ -151,12 +151,8 @@ def test_bad_configurations_get_one_line(changes: dict[str, Any], message: str) 
 def test_end_tokens_are_the_union_of_all_files(tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path, "llama", eos_token_id=7)
     assert open_checkpoint(folder).generation.eos_ids == {7, 2, 0}  # config, tokenizer, generation_config
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": 9, "temperature": 0.6, "top_p": 0.9, "top_k": 20})
-    )
-    generation = open_checkpoint(folder).generation
-    assert generation.eos_ids == {7, 2, 9}
-    assert (generation.temperature, generation.top_p, generation.top_k) == (0.6, 0.9, 20)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9, "temperature": "hot"}))
+    assert open_checkpoint(folder).generation.eos_ids == {7, 2, 9}
     (folder / "generation_config.json").unlink()
     assert open_checkpoint(folder).generation.eos_ids == {7, 2}
 

@@ -30,16 +30,13 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the model's makers recommend; None: nothing said. eos_ids is the union of all files that name any."""
+    """Ids that end an answer, the union of all files that name any, and the id that starts a text.
+
+    The temperature and the like that some makers recommend are not read: an API's defaults are those of the API.
+    """
 
     eos_ids: frozenset[int] = frozenset()
     bos_id: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    do_sample: bool | None = None
 
 
 class Checkpoint(Protocol):

@@ -30,7 +30,7 @@ class RopeScaling:
 class ModelConfig:
     """Sizes and switches. Weights have Hugging Face's names and layout (q and k in half-split rotary order)."""
 
-    architecture: str  # "llama", "mistral", "qwen2", "qwen3"
+    architecture: str  # "llama", "mistral", "qwen2", "qwen3"; a GGUF file calls Mistral "llama" as well
     vocab_size: int
     hidden_size: int
     intermediate_size: int

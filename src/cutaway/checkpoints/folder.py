@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from cutaway.checkpoints.checkpoint import Array, DType, DummyCheckpoint
+from cutaway.checkpoints.disk import unreadable
 from cutaway.checkpoints.layout import check_tensors
 from cutaway.checkpoints.parse import parse_config, parse_generation, read_json
 from cutaway.checkpoints.safetensors import open_weights
@@ -22,7 +23,7 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.name = path.resolve().name
+        self.name = path.absolute().name or str(path)
         self._config = read_json(path / "config.json")
         self.config = parse_config(str(path / "config.json"), self._config)
         self._tokenizer = self._optional("tokenizer_config.json")
@@ -66,7 +67,9 @@ class Folder:
                 if file.stat().st_size > _MAX_TEMPLATE:
                     raise CheckpointError(f"{file}: has {file.stat().st_size} bytes; at most {_MAX_TEMPLATE} are allowed")
                 return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise unreadable(file, error) from error
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"{file}: cannot be read as UTF-8 text") from error
         template: Any = self._tokenizer.get("chat_template")
         if isinstance(template, list):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from cutaway.checkpoints import gguf_config
 from cutaway.checkpoints.checkpoint import NUMPY_DTYPE, Array, DType, GenerationDefaults, row_slices, store
+from cutaway.checkpoints.disk import read_into
 from cutaway.checkpoints.gguf_header import NOT_WEIGHTS, GGUFHeader, TensorInfo
 from cutaway.checkpoints.layout import check_tensors
 from cutaway.core.errors import CheckpointError
@@ -129,12 +129,7 @@ class GGUFCheckpoint:
         return None
 
     def _read(self, info: TensorInfo, offset: int, into: NDArray[np.uint8]) -> None:
-        view, at = memoryview(into.data), info.offset + offset
-        while view:
-            count = os.preadv(self._header.file, [view], at)
-            if count <= 0:
-                raise CheckpointError(f"{self.path}: the file became shorter while tensor {info.name!r} was read")
-            view, at = view[count:], at + count
+        read_into(self._header.file, self.path, into, info.offset + offset, f"tensor {info.name!r}")
 
     def _dequantizer(self, info: TensorInfo) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
         """bytes of whole blocks -> float32 values, by the gguf package; an error if it does not know the type."""
@@ -158,21 +153,21 @@ class GGUFCheckpoint:
 
 
 def _unknown_type(path: Path, info: TensorInfo) -> CheckpointError:
-    return CheckpointError(f"{path}: tensor {info.name!r} has ggml type {info.type_name}, which cannot be dequantized")
+    return CheckpointError(
+        f"{path}: tensor {info.name!r} has ggml type {info.type} ({info.type_name}), which cannot be dequantized"
+    )
 
 
 def _quantized(path: Path, info: TensorInfo) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
     import gguf  # only a loader needs it: the front reads headers alone and starts faster without
     from gguf import quants
 
-    kind = gguf.GGMLQuantizationType(info.type)
-    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     try:
+        kind = gguf.GGMLQuantizationType(info.type)  # ValueError: this version of the package is older than the type
+        block, nbytes = gguf.GGML_QUANT_SIZES[kind]
         quants.dequantize(np.zeros((1, nbytes), np.uint8), kind)
-    except NotImplementedError as error:
-        raise CheckpointError(
-            f"{path}: tensor {info.name!r} has ggml type {info.type_name}, which cannot be dequantized"
-        ) from error
+    except (NotImplementedError, ValueError, KeyError) as error:
+        raise _unknown_type(path, info) from error
 
     def convert(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
         # the library's cost is per group of 16 rows: hand it long rows, whatever the tensor's own are

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from cutaway.checkpoints.disk import read_at
 from cutaway.core.errors import CheckpointError
 
 Scalar = int | float | bool | str
@@ -87,7 +88,7 @@ class _Cursor:
         if at < 0 or at + count > len(self._window):
             if count > self.size - self.position:
                 self.fail(f"the file ends inside {what} (at byte {self.position} of {self.size}); it is truncated or damaged")
-            self._window = os.pread(self.file, max(count, _WINDOW), self.position)
+            self._window = read_at(self.file, self.path, max(count, _WINDOW), self.position)
             self._base, at = self.position, 0
             if len(self._window) < count:
                 self.fail(f"the file became shorter while it was read (inside {what})")
@@ -286,7 +287,7 @@ class GGUFHeader:
         if reference.count > _MAX_STRINGS:
             self._cursor.fail(f"metadata {key!r} has {reference.count} elements; at most {_MAX_STRINGS} are allowed")
         dtype = np.dtype(_SCALARS[reference.type])
-        raw = os.pread(self.file, reference.count * dtype.itemsize, reference.offset)
+        raw = read_at(self.file, self.path, reference.count * dtype.itemsize, reference.offset)
         if len(raw) != reference.count * dtype.itemsize:
             self._cursor.fail(f"the file became shorter while it was read (metadata {key!r})")
         return np.frombuffer(raw, dtype).tolist()

@@ -32,8 +32,12 @@ _BOUNDS = {
     "num_heads": 4096,
     "num_kv_heads": 4096,
     "head_dim": 4096,
-    "max_position": 1 << 28,
+    "max_position": 1 << 24,
 }
+# what transformers' configuration classes have where config.json leaves a key out
+_POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_WINDOW = 4096
 Json = Mapping[str, Any]
 
 
@@ -123,7 +127,7 @@ def parse_config(source: str, values: Json) -> ModelConfig:
     if values.get("hidden_act", "silu") != "silu":
         raise read.fail(f"hidden_act {short(values['hidden_act'])} is not supported; supported: silu")
     hidden, heads, layers = read.int("hidden_size"), read.int("num_attention_heads"), read.int("num_hidden_layers")
-    position = read.int("max_position_embeddings", 2048 if family == "llama" else 32768)
+    position = read.int("max_position_embeddings", _POSITIONS[family])
     theta, scaling = _rope(read, position)
     if scaling is not None and scaling.kind == "yarn":
         position = max(position, int(scaling.original_max_position * scaling.factor))
@@ -131,6 +135,7 @@ def parse_config(source: str, values: Json) -> ModelConfig:
     if dtype not in _DTYPES:
         raise read.fail(f"dtype {short(dtype)} is not supported; supported: {', '.join(_DTYPES)}")
     bias = read.bool("attention_bias", False) if family in ("llama", "qwen3") else False
+    shared = heads if "num_key_value_heads" in values else _KV_HEADS.get(family, heads)
     config = ModelConfig(
         architecture=family,
         vocab_size=read.int("vocab_size"),
@@ -138,7 +143,7 @@ def parse_config(source: str, values: Json) -> ModelConfig:
         intermediate_size=read.int("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=read.int("num_key_value_heads", 8 if family == "mistral" else heads),
+        num_kv_heads=read.int("num_key_value_heads", shared),
         head_dim=read.int("head_dim", 128 if family == "qwen3" else hidden // max(1, heads)),
         max_position=position,
         rms_eps=read.float("rms_norm_eps", 1e-6),
@@ -232,9 +237,10 @@ def _sliding_windows(read: _Reader, family: str, layers: int) -> tuple[int, ...]
     """One window a layer, as each family's code derives them; () if all layers see everything.
 
     Mistral: sliding_window on every layer. Qwen: only with use_sliding_window, and then from layer max_window_layers on.
+    Without the key the window is 4096, as in those families' classes; null is none.
     layer_types, where present, says it layer by layer.
     """
-    window = read.int("sliding_window", 0)
+    window = read.int("sliding_window", 0 if "sliding_window" in read.values else _WINDOW)
     if family == "llama" or window == 0 or (family != "mistral" and not read.bool("use_sliding_window", False)):
         return ()
     if window < 0:
@@ -265,21 +271,7 @@ def token_ids(source: str, value: Any, key: str) -> frozenset[int]:
 
 def parse_generation(source: str, config: Json, values: Json, tokenizer_eos: frozenset[int]) -> GenerationDefaults:
     """generation_config.json (may be empty) with what config.json and the tokenizer add: the union of all end tokens."""
-    read = _Reader(source, values)
-
-    def number(key: str) -> float | None:
-        return None if values.get(key) is None else read.float(key)
-
     eos = token_ids(source, values.get("eos_token_id"), "eos_token_id")
     eos |= token_ids(source, config.get("eos_token_id"), "eos_token_id") | tokenizer_eos
     bos = values.get("bos_token_id", config.get("bos_token_id"))
-    return GenerationDefaults(
-        eos_ids=eos,
-        bos_id=bos if isinstance(bos, int) and not isinstance(bos, bool) else None,
-        temperature=number("temperature"),
-        top_p=number("top_p"),
-        top_k=None if values.get("top_k") is None else read.int("top_k"),
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
-        do_sample=None if values.get("do_sample") is None else read.bool("do_sample", False),
-    )
+    return GenerationDefaults(eos_ids=eos, bos_id=bos if isinstance(bos, int) and not isinstance(bos, bool) else None)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutaway.checkpoints.checkpoint import NUMPY_DTYPE, Array, DType, row_slices, store, to_f32
+from cutaway.checkpoints.disk import read_at, read_into
 from cutaway.checkpoints.parse import read_json, short
 from cutaway.core.errors import CheckpointError
 
@@ -66,10 +67,7 @@ class SafetensorsFile:
         raise CheckpointError(f"{self.path}: {what}")
 
     def _parse(self) -> None:
-        try:
-            head = os.pread(self.file, 8, 0)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+        head = read_at(self.file, self.path, 8, 0)
         if len(head) < 8:
             self._fail("is not a safetensors file: it is empty" if not head else "is not a safetensors file: it is too short")
         length = struct.unpack("<Q", head)[0]
@@ -80,7 +78,7 @@ class SafetensorsFile:
         if length > _MAX_HEADER:
             self._fail(f"its header has {length} bytes; at most {_MAX_HEADER} are allowed")
         try:
-            header = json.loads(os.pread(self.file, length, 8), object_pairs_hook=self._unique)
+            header = json.loads(read_at(self.file, self.path, length, 8), object_pairs_hook=self._unique)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: its header is not valid JSON") from error
         if not isinstance(header, dict):
@@ -155,12 +153,7 @@ class SafetensorsFile:
         return Array(out, target)
 
     def _read(self, entry: Entry, offset: int, into: NDArray[np.uint8]) -> None:
-        view, at = memoryview(into.data), entry.offset + offset
-        while view:
-            count = os.preadv(self.file, [view], at)
-            if count <= 0:
-                self._fail(f"the file became shorter while tensor {entry.name!r} was read")
-            view, at = view[count:], at + count
+        read_into(self.file, self.path, into, entry.offset + offset, f"tensor {entry.name!r}")
 
 
 def _whole_numbers(value: Any) -> bool:
