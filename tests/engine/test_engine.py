@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from cutaway.core.prefix_cache import chain
 from cutaway.core.request import FinishReason, Output, Request, SamplingParams
 from cutaway.engine.engine import Engine
 from cutaway.engine.parts import PARTS, Parts
+from cutaway.engine.trace import TraceWriter
 from looping import LIMITS, POISON, Recorder, a_request, answer, drain, ids, make
 
 
@@ -226,6 +229,19 @@ def test_preemption_in_a_tiny_pool_loses_and_repeats_nothing(depth: int, cache: 
     assert engine.stats().prefix_hit_tokens == 0 and engine.stats().prompt_tokens == 28  # no prompt shares with another
     for id in range(4):
         assert ids(outputs[id]) == answer(a_request(id, length=7, max_tokens=18))
+
+
+def test_cached_tokens_are_what_the_first_admission_found() -> None:
+    """A preempted row that comes back finds its own blocks: the trace tells of them, its usage does not."""
+    trace = io.StringIO()
+    engine = Engine(Recorder(num_blocks=8), Parts(), LIMITS, trace=TraceWriter(trace))
+    for id in range(4):
+        engine.add(a_request(id, length=7, max_tokens=18))
+    outputs = drain(engine)
+    hits = [json.loads(line)["hits"] for line in trace.getvalue().splitlines()]
+    assert sum(hits) > 0 and engine.stats().preemptions > 0 and engine.stats().prefix_hit_tokens == 0
+    assert {o.num_cached for of_one in outputs.values() for o in of_one} == {0}
+    assert engine._hits == {}
 
 
 def test_a_remapped_block_reaches_the_device_before_it_is_read() -> None:

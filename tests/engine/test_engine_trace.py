@@ -191,10 +191,42 @@ def test_the_file_holds_each_finished_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_one_line() -> None:
-    engine = Engine(FakeBackend(12, 4), Parts(), LIMITS, trace=TraceWriter("/dev/full"))
-    engine.add(Request(0, [1], SamplingParams(temperature=0, max_tokens=1)))
-    with pytest.raises(
-        CutawayError, match="cannot write the trace to /dev/full: No space left on device; serve without --trace"
-    ):
-        engine.step()
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_full_disk_ends_the_trace_and_not_the_serving(depth: int, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(FakeBackend(12, 4), Parts(), LIMITS, depth=depth, trace=TraceWriter("/dev/full"))
+    for id in range(2):
+        engine.add(Request(id, [1], SamplingParams(temperature=0, max_tokens=4)))
+    outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
+    assert sum(len(output.token_ids) for output in outputs) == 8
+    assert all(output.error is None for output in outputs) and not engine.has_work
+    said = "cannot write the trace to /dev/full: No space left on device; later steps are not traced\n"
+    assert capfd.readouterr() == ("", said)
+
+
+class Keeping(dict[int, int]):
+    """Names that are never dropped."""
+
+    def pop(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_names_of_requests_that_have_ended_are_dropped_and_no_line_differs(depth: int) -> None:
+    written: list[str] = []
+    for names in (dict[int, int](), Keeping()):
+        file = io.StringIO()
+        writer = TraceWriter(file)
+        writer._names.requests = names
+        engine = Engine(FakeBackend(12, 4), Parts(), LIMITS, depth=depth, trace=writer)
+        for id in range(100, 150):
+            engine.add(Request(id, [id, 1], SamplingParams(temperature=0, max_tokens=2 + id % 3)))
+            engine.step()
+            if id % 10 == 0:
+                engine.abort([id])
+        while engine.has_work:
+            engine.step()
+        written.append(file.getvalue())
+        assert writer._names.num_requests == 50
+        assert len(names) == 50 if isinstance(names, Keeping) else len(names) <= LIMITS.rows * (1 + depth)
+    assert written[0] == written[1]
+    ended = [id for line in written[0].splitlines() for id in json.loads(line)["finished"]]
+    assert sorted(ended) == list(range(50))

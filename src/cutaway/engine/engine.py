@@ -102,6 +102,7 @@ class Engine:
         self._trace = trace
         self._debug = os.environ.get("CUTAWAY_DEBUG") == "1"
         self._requests: dict[int, Request] = {}
+        self._hits: dict[int, int] = {}  # of each, prompt tokens found at its first admission
         self._in_flight: deque[_InFlight] = deque()
         self._slots = [_Slot() for _ in range(limits.rows)]
         self._free_slots = list(range(limits.rows))
@@ -206,6 +207,8 @@ class Engine:
         self._stats.step += 1
         self._stats.computed_tokens += int(plan.n_tokens.sum())
         self._stats.prefix_hit_tokens += sum(r.num_cached for r in schedule.admitted if not r.preemptions)
+        for request in schedule.admitted:  # one that comes back has found its own blocks, which nobody saved it
+            request.num_cached = self._hits.setdefault(request.id, request.num_cached)
 
     def _plan(self, schedule: Schedule, admitted: list[Admission]) -> StepPlan:
         first: list[int] = []
@@ -272,7 +275,8 @@ class Engine:
                     self._extend_hashes(request)
         if self._trace and flight.trace:
             ended = [o.id for o in outputs if o.finish_reason]
-            self._trace.collected(flight.trace, ended, self.stats(), result.n_accepted.tolist())
+            if not self._trace.collected(flight.trace, ended, self.stats(), result.n_accepted.tolist()):
+                self._trace = None
         return outputs
 
     def _output(self, request: Request, new: list[int], result: StepResult, offset: int) -> Output:
@@ -292,6 +296,7 @@ class Engine:
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
         """Forgets a request that the scheduler holds no more; what is in flight for it will be dropped."""
         del self._requests[request.id]
+        self._hits.pop(request.id, None)
         request.finish_reason = reason
         if reason is FinishReason.STOP and request.tokens[-1] in request.params.stop_token_ids:
             request.stop_reason = request.tokens[-1]

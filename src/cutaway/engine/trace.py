@@ -11,6 +11,7 @@ that two runs that differ in names alone write the same lines. Times are kept on
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -36,10 +37,12 @@ class BlockCounts(Protocol):
 
 @dataclass(slots=True)
 class StepTrace:
-    """A step that was submitted and has not answered: its line so far, and when it was submitted (seconds)."""
+    """A step that was submitted and has not answered: its line so far, when it was submitted (seconds), and the requests
+    whose end an earlier line told before that: neither this line nor a later one is about them."""
 
     record: Record
     submitted: float
+    gone: list[int]
 
 
 @dataclass(slots=True)
@@ -48,9 +51,13 @@ class Names:
 
     requests: dict[int, int] = field(default_factory=dict[int, int])
     blocks: dict[int, int] = field(default_factory=lambda: {0: 0})
+    num_requests: int = 0  # that have appeared
 
     def request(self, id: int) -> int:
-        return self.requests.setdefault(id, len(self.requests))
+        if id not in self.requests:
+            self.requests[id] = self.num_requests
+            self.num_requests += 1
+        return self.requests[id]
 
     def block(self, id: int) -> int:
         return self.blocks.setdefault(id, len(self.blocks))
@@ -68,6 +75,9 @@ class Names:
 class TraceWriter:
     """Writes a line a step, in the order of the steps, flushed: a trace of a crash ends with the last finished step.
 
+    A file that cannot be opened raises CutawayError. One that cannot be written to later (its disk is full) is said once on
+    standard error and closed: the requests are worth more than their trace.
+
     file    path to write, or an open text file
     times   adds `times`: {submitted, collected} in seconds since the writer was made
     """
@@ -83,6 +93,7 @@ class TraceWriter:
         self._began = time.perf_counter()
         self._preempted: list[int] = []
         self._ended: list[int] = []
+        self._gone: list[int] = []
 
     def between(self, preempted: Iterable[Request], ended: Iterable[int]) -> None:
         """Preempted and aborted since the last line; told apart, because a step may preempt and yet have no row to submit."""
@@ -106,11 +117,14 @@ class TraceWriter:
             "copies": [list(pair) for pair in schedule.copies],
             "hits": sum(r.num_cached for r in schedule.admitted),
         }
-        self._preempted, self._ended = [], []
-        return StepTrace(record, time.perf_counter() - self._began)
+        gone, self._preempted, self._ended, self._gone = self._gone, [], [], []
+        return StepTrace(record, time.perf_counter() - self._began, gone)
 
-    def collected(self, step: StepTrace, ended: Sequence[int], counts: BlockCounts, accepted: Sequence[int]) -> None:
-        """The step has answered: which requests it ended, and the drafts that each row kept."""
+    def collected(self, step: StepTrace, ended: Sequence[int], counts: BlockCounts, accepted: Sequence[int]) -> bool:
+        """The step has answered: which requests it ended, and the drafts that each row kept. False: it cannot be written,
+        nor can any later one."""
+        for id in step.gone:
+            self._names.requests.pop(id, None)
         record = step.record
         record["finished"] += ended
         record |= {"free": counts.free, "cached": counts.cached, "used": counts.used}
@@ -118,6 +132,7 @@ class TraceWriter:
             row["accepted"] = kept
         if self._times:
             record["times"] = {"submitted": step.submitted, "collected": time.perf_counter() - self._began}
+        self._gone += record["finished"]
         line = json.dumps(self._names.canonical(record), separators=(",", ":"))
         try:
             self._file.write(line + "\n")
@@ -125,7 +140,11 @@ class TraceWriter:
         except OSError as error:
             with suppress(OSError):
                 self._file.close()  # now, since it tries once more to write what is left
-            raise CutawayError(f"cannot write the trace to {self._name}: {error.strerror}; serve without --trace") from None
+            line = f"cannot write the trace to {self._name}: {error.strerror}; later steps are not traced"
+            with suppress(OSError):
+                print(line, file=sys.stderr, flush=True)
+            return False
+        return True
 
     def close(self) -> None:
         self._file.close()
