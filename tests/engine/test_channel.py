@@ -202,7 +202,7 @@ def test_a_backend_that_does_not_exist(name: str, line: str) -> None:
 def test_a_backend_whose_library_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "needs.py").write_text("import torch\n")
-    with pytest.raises(CutawayError, match="needs torch, which is not installed: pip install .*torch"):
+    with pytest.raises(CutawayError, match=r"needs torch, which is not installed: pip install .*torch"):
         load_backend(fake(backend=f"{tmp_path}/needs.py:create"), Parts())
 
 

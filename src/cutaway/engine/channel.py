@@ -288,12 +288,10 @@ class ProcessChannel(_Channel):
             self.restarts += 1
             pause = PAUSES[min(self._ends, len(PAUSES)) - 1]
             self._say(f"{reason}; restarting it{f' in {pause:g} s' if pause else ''}")
-            line = f"{reason}; it is being restarted, send the request again"
-            if self._came_up:
-                self._fail(self._live, line)
-            else:  # those who waited for it
-                self._fail([*self._live, *self._waiting], line)
+            if not self._came_up:  # those who waited for it hear of it, too
+                self._live.update(self._waiting)
                 self._waiting.clear()
+            self._fail(self._live, f"{reason}; it is being restarted, send the request again")
             await asyncio.sleep(pause)
 
     async def _life(self) -> str:
