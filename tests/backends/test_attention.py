@@ -102,7 +102,7 @@ def test_very_different_lengths_are_gathered_apart(monkeypatch):
     monkeypatch.setattr(attention, "PADDING", 40)
     case = Case([(1, 300), (1, 5), (1, 290), (1, 9), (1, 100), (1, 1)])
     tables, contexts, starts = (torch.from_numpy(x) for x in (case.tables, case.contexts, case.starts))
-    groups = prepare(tables, contexts, starts, kv_heads=2, block_size=16).groups
+    groups = prepare(tables, contexts, starts, case.k_cache).groups
     assert sorted(sorted(g.lengths.tolist()) for g in groups) == [[1, 5, 9], [100], [290, 300]]
     np.testing.assert_allclose(case.run(), case.expected(), atol=2e-6)
 
@@ -110,7 +110,7 @@ def test_very_different_lengths_are_gathered_apart(monkeypatch):
 def test_one_preparation_serves_every_layer_and_every_window():
     case = Case(MIXED, junk=1e4)  # the engine's pool is finite, and it says so
     tables, contexts, starts = (torch.from_numpy(x) for x in (case.tables, case.contexts, case.starts))
-    plan = prepare(tables, contexts, starts, kv_heads=2, block_size=16, finite=True)
+    plan = prepare(tables, contexts, starts, case.k_cache, finite=True)
     for window in (0, 7, 0, 30, 7):
         np.testing.assert_allclose(case.run(window=window, plan=plan), case.expected(window), atol=2e-6)
 
@@ -120,11 +120,37 @@ def test_bf16_is_as_close_as_its_numbers_are():
     np.testing.assert_allclose(case.run(), case.expected(), atol=0.03)
 
 
-def test_write_kv_writes_its_slots_and_nothing_else():
+@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("first", [3, 1])
+def test_heads_first_and_consecutive_blocks_change_nothing(first, finite):
+    """The layout that HEAD_FIRST asks for, where a row's keys are read in place; `first`: with and without a gap."""
+    for queries, window in [(1, 0), (1, 7), (5, 0), (50, 0), (50, 20)]:
+        case = Case([(queries, 50)], heads=6, junk=1e4 if finite else math.nan)
+        blocks = np.array([first, 4, 5, 6])
+        k, v = (c[case.tables[0, :4]] for c in (case.k_cache, case.v_cache))
+        for name, held in (("k_cache", k), ("v_cache", v)):
+            cache = torch.full((2, 9, 16, 8), 1e4 if finite else math.nan).transpose(0, 1)
+            cache[blocks] = held
+            setattr(case, name, cache)
+        case.tables[0, :4] = blocks
+        before = case.k_cache.clone(), case.v_cache.clone()
+        args = (torch.from_numpy(x) for x in (case.tables, case.contexts, case.starts))
+        plan = prepare(*args, case.k_cache, finite=finite)
+        assert all((group.run is None) == (first == 1) for group in plan.groups)
+        np.testing.assert_allclose(case.run(window=window, plan=plan), case.expected(window), atol=2e-6)
+        assert torch.equal(before[0].nan_to_num(), case.k_cache.nan_to_num())
+        assert torch.equal(before[1].nan_to_num(), case.v_cache.nan_to_num())
+
+
+@pytest.mark.parametrize("slots", [[7, 16, 4], [7]])
+@pytest.mark.parametrize("head_first", [False, True])
+def test_write_kv_writes_its_slots_and_nothing_else(slots, head_first):
     shape = (5, 2, 4, 3)
     k_cache, v_cache = torch.full(shape, 9.0), torch.full(shape, 9.0)
-    k, v = torch.arange(18.0).view(3, 2, 3), -torch.arange(18.0).view(3, 2, 3)
-    slots = torch.tensor([7, 16, 4], dtype=torch.int32)
+    if head_first:
+        k_cache, v_cache = (c.transpose(0, 1).contiguous().transpose(0, 1) for c in (k_cache, v_cache))
+    k, v = torch.arange(18.0).view(3, 2, 3)[: len(slots)], -torch.arange(18.0).view(3, 2, 3)[: len(slots)]
+    slots = torch.tensor(slots, dtype=torch.int32)
     write_kv(k_cache, v_cache, k, v, slots)
     expected_k, expected_v = torch.full(shape, 9.0), torch.full(shape, 9.0)
     for token, slot in enumerate(slots.tolist()):

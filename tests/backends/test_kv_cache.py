@@ -79,8 +79,10 @@ def filled(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exported_blocks_come_back_in_other_places(dtype):
-    cache, other = filled(dtype), KVCache(CONFIG, 12, 16, dtype)
+@pytest.mark.parametrize("head_first", [False, True])
+def test_exported_blocks_come_back_in_other_places(dtype, head_first):
+    cache, other = filled(dtype), KVCache(CONFIG, 12, 16, dtype, head_first=head_first)
+    assert other.keys[0].is_contiguous() != head_first and other.keys[0].shape == (12, *cache.keys[0].shape[1:])
     blocks = cache.export_blocks([7, 2, 9])
     assert blocks.data.dtype == np.uint8 and blocks.data.shape == (3, cache.spec.bytes_per_block)
     other.import_blocks([1, 11, 4], blocks)

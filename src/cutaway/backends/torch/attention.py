@@ -8,13 +8,16 @@ Invariants: a query at position p sees exactly the keys at positions <= p (and >
 the context, NaN included, never reaches the output.
 
 The engine calls `prepare` once a step and hands its result to every layer; without it both functions do the same work
-from the contract's arguments. The idea of the page table is PagedAttention's (Kwon et al. 2023).
+from the contract's arguments. A cache is contiguous, or such a one transposed that has its heads first (`HEAD_FIRST` asks
+the engine for that): there, a row's consecutive blocks are read where they lie. The idea of the page table is
+PagedAttention's (Kwon et al. 2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,28 +26,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SUPPORTS = frozenset({"sliding_window"})
+HEAD_FIRST = True
 
 PIECE = 128  # queries of one row attended to at once: bounds the mask, and skips most of what causality hides
 SMALL = 8  # rows of up to this many queries are stacked with others of their length
 PADDING = 768  # keys of padding that cost about as much as one more group
 
 
+class Place(NamedTuple):
+    """Part of a cache as one strided view: a single call, where slicing takes four."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, cache: Tensor) -> Tensor:
+        return cache.as_strided(self.shape, self.strides, cache.storage_offset() + self.offset)
+
+
 @dataclass(slots=True)
 class Group:
     """Rows with one number of queries, attended to in one call. `spare` is false where no gathered key is past its row's
-    context, or where all such keys are known to be finite."""
+    context, as with a single row, or where all such keys are known to be finite."""
 
     tokens: Tensor | slice  # which of the step's tokens are its queries, row by row
     rows: int
     queries: int
-    context: int  # gathered keys a row, a multiple of the block size
+    context: int  # keys a row: those of a single row, else a multiple of the block size
     lengths: NDArray[np.int64]  # [rows] context of each row's last query
-    blocks: Tensor  # int64 [rows * kv_heads * blocks a row]: index into the cache seen as [block * kv_head, ...]
+    blocks: Tensor  # int64 [rows * kv_heads * blocks a row]: where each block of a head is among all in memory
+    run: Place | None  # [1, kv_heads, context, dim] of a single row whose blocks follow each other
     spare: bool
     masks: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
-    def mask(self, window: int, group: int, dtype: torch.dtype) -> Tensor:
-        """0 where a query sees a key, -inf elsewhere: [rows, 1, queries * group, context]; made once a step and window."""
+    def mask(self, window: int, group: int, dtype: torch.dtype) -> Tensor | None:
+        """0 where a query sees a key, -inf elsewhere: [rows, 1, queries * group, context]; made once a step and window. None
+        for a single query that sees all keys."""
+        if self.rows * self.queries == 1 and not 0 < window < self.context:
+            return None
         if window not in self.masks:
             last = np.arange(self.queries)[None, :] + (self.lengths - self.queries)[:, None]  # each query's position
             keys = np.arange(self.context)
@@ -60,9 +79,10 @@ class Group:
 
 @dataclass(slots=True)
 class Plan:
-    """What the layers of one step share. writes: int64 [tokens * kv_heads], rows of the cache seen as [.., dim]."""
+    """What the layers of one step share. writes: int64 [tokens * kv_heads], where each head's dim numbers go among all in
+    memory; of a single token its place [1, kv_heads, dim] instead."""
 
-    writes: Tensor | None
+    writes: Tensor | Place | None
     groups: list[Group]
 
 
@@ -70,13 +90,13 @@ def prepare(
     block_tables: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
+    cache: Tensor,
     *,
-    kv_heads: int,
-    block_size: int,
     slots: Tensor | None = None,
     finite: bool = False,
 ) -> Plan:
-    """Groups the rows of a step. `finite` promises that the whole cache holds finite numbers, so that a mask is enough."""
+    """Groups the rows of a step over caches with the shape and layout of `cache`. `finite` promises that they hold finite
+    numbers throughout, so that a mask is enough."""
     tables, lengths = block_tables.numpy().astype(np.int64), context_lens.numpy().astype(np.int64)
     starts = query_starts.numpy().astype(np.int64)
     pieces: dict[int, list[tuple[int, int, int]]] = {}  # queries -> (row, first token, context of the last query)
@@ -87,8 +107,8 @@ def prepare(
     groups: list[Group] = []
     for n, members in pieces.items():
         for part in _buckets(members) if n <= SMALL else [[m] for m in members]:
-            groups.append(_group(n, part, tables, kv_heads, block_size, finite))
-    writes = None if slots is None else _write_rows(slots, kv_heads, block_size)
+            groups.append(_group(n, part, tables, cache, finite))
+    writes = None if slots is None else _write_rows(slots, cache)
     return Plan(writes, groups)
 
 
@@ -112,40 +132,63 @@ def _buckets(members: list[tuple[int, int, int]]) -> list[list[tuple[int, int, i
     return buckets
 
 
-def _group(
-    n: int, members: Sequence[tuple[int, int, int]], tables: NDArray[np.int64], kv_heads: int, block_size: int, finite: bool
-) -> Group:
+def _group(n: int, members: Sequence[tuple[int, int, int]], tables: NDArray[np.int64], cache: Tensor, finite: bool) -> Group:
+    _, kv_heads, block_size, dim = cache.shape
+    block_step, head_step = _steps(cache)
     rows, firsts, lengths = (np.array(column, dtype=np.int64) for column in zip(*members, strict=True))
     blocks = -(-int(lengths.max()) // block_size)
     used = np.arange(blocks) < -(-lengths // block_size)[:, None]
     table = np.where(used, tables[rows, :blocks], 0)  # past a row's context a table may hold anything
-    gather = table[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
+    gather = table[:, None, :] * block_step + np.arange(kv_heads)[:, None] * head_step
+    alone = len(members) == 1
+    context, run = int(lengths[0]) if alone else blocks * block_size, None
+    if alone and block_step == 1 and bool((np.diff(table[0]) == 1).all()):
+        strides = (0, cache.stride(1), dim, 1)
+        run = Place((1, kv_heads, context, dim), strides, int(table[0, 0]) * cache.stride(0))
     tokens = (firsts[:, None] + np.arange(n)).reshape(-1)
     first, count = int(tokens[0]), len(tokens)
     together = bool((tokens == np.arange(first, first + count)).all())
     return Group(
         tokens=slice(first, first + count) if together else torch.from_numpy(tokens),
-        rows=len(members), queries=n, context=blocks * block_size, lengths=lengths,
-        blocks=torch.from_numpy(gather.reshape(-1)),
-        spare=not finite and bool((lengths < blocks * block_size).any()),
+        rows=len(members), queries=n, context=context, lengths=lengths,
+        blocks=torch.from_numpy(gather.reshape(-1)), run=run,
+        spare=not finite and not alone and bool((lengths < blocks * block_size).any()),
     )  # fmt: skip
 
 
-def _write_rows(slots: Tensor, kv_heads: int, block_size: int) -> Tensor:
+def _write_rows(slots: Tensor, cache: Tensor) -> Tensor | Place:
+    _, kv_heads, block_size, dim = cache.shape
+    if len(slots) == 1:
+        block, offset = divmod(int(slots[0]), block_size)
+        return Place((1, kv_heads, dim), (0, cache.stride(1), 1), block * cache.stride(0) + offset * dim)
+    block_step, head_step = _steps(cache)
     block, offset = np.divmod(slots.numpy().astype(np.int64), block_size)
-    rows = (block[:, None] * kv_heads + np.arange(kv_heads)) * block_size + offset[:, None]
+    rows = (block[:, None] * block_step + np.arange(kv_heads) * head_step) * block_size + offset[:, None]
     return torch.from_numpy(rows.reshape(-1))
+
+
+def _steps(cache: Tensor) -> tuple[int, int]:
+    """How far the next block and the next head are, in blocks of one head."""
+    _, _, block_size, dim = cache.shape
+    return cache.stride(0) // (block_size * dim), cache.stride(1) // (block_size * dim)
+
+
+def _flat(cache: Tensor, width: int) -> Tensor:
+    """The cache as [.., width], in the order of its memory."""
+    return (cache.transpose(0, 1) if cache.stride(0) < cache.stride(1) else cache).view(-1, width)
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, *, plan: Plan | None = None) -> None:
     """Writes k and v [tokens, kv_heads, dim] to `slots` [tokens] (block * block_size + offset) of the caches
     [block, kv_head, block_size, dim], in place."""
-    _, kv_heads, block_size, dim = k_cache.shape
     rows = plan.writes if plan is not None else None
     if rows is None:
-        rows = _write_rows(slots, kv_heads, block_size)
-    k_cache.view(-1, dim).index_copy_(0, rows, k.reshape(-1, dim))
-    v_cache.view(-1, dim).index_copy_(0, rows, v.reshape(-1, dim))
+        rows = _write_rows(slots, k_cache)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        if isinstance(rows, Place):
+            rows.of(cache).copy_(new)
+        else:
+            _flat(cache, cache.shape[3]).index_copy_(0, rows, new.reshape(-1, cache.shape[3]))
 
 
 def paged_attention(
@@ -169,9 +212,8 @@ def paged_attention(
     window        a query sees only the latest `window` keys, its own included; 0: all
     Answers [tokens, heads, dim].
     """
-    _, kv_heads, block_size, _ = k_cache.shape
     if plan is None:
-        plan = prepare(block_tables, context_lens, query_starts, kv_heads=kv_heads, block_size=block_size)
+        plan = prepare(block_tables, context_lens, query_starts, k_cache)
     if len(plan.groups) == 1 and isinstance(plan.groups[0].tokens, slice):
         return _attend(q, k_cache, v_cache, plan.groups[0], scale, window)
     out = torch.empty_like(q)
@@ -186,22 +228,29 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Group, scale: flo
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
-    shape = (rows.rows, kv_heads, rows.context, dim)
-    k = k_cache.view(-1, k_cache.shape[2] * dim).index_select(0, rows.blocks).view(shape)
-    v = v_cache.view(-1, k_cache.shape[2] * dim).index_select(0, rows.blocks).view(shape)
+    k, v = _gather(k_cache, rows), _gather(v_cache, rows)
     if rows.spare:  # -inf hides a finite score, not NaN, and 0 * NaN is NaN
         past = torch.from_numpy(np.arange(rows.context) >= rows.lengths[:, None]).view(rows.rows, 1, rows.context, 1)
         k, v = k.masked_fill_(past, 0.0), v.masked_fill_(past, 0.0)
     q = q.view(rows.rows, rows.queries, kv_heads, group, dim)
     q = q.squeeze(1) if rows.queries == 1 else q.transpose(1, 2).reshape(rows.rows, kv_heads, -1, dim)
     mask = rows.mask(window, group, q.dtype)
-    if q.dtype == torch.float32 or rows.rows * rows.queries == 1:
+    if mask is None or q.dtype == torch.float32 or rows.rows * rows.queries == 1:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         out = _attend_in_halves(q, k, v, mask, scale)
     if rows.queries > 1:
         out = out.view(rows.rows, kv_heads, rows.queries, group, dim).transpose(1, 2)
     return out.reshape(-1, heads, dim)
+
+
+def _gather(cache: Tensor, rows: Group) -> Tensor:
+    """Keys or values of a group, [rows, kv_heads, context, dim]: a view of the cache where they are one run."""
+    if rows.run is not None:
+        return rows.run.of(cache)
+    _, kv_heads, block_size, dim = cache.shape
+    blocks = _flat(cache, block_size * dim).index_select(0, rows.blocks).view(rows.rows, kv_heads, -1, dim)
+    return blocks.narrow(2, 0, rows.context) if rows.rows == 1 else blocks
 
 
 def _attend_in_halves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -49,21 +49,24 @@ def choose_blocks(asked: int | None, block_bytes: int, block_size: int, window: 
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]`: views [block, kv_head, block_size, dim] of one pool.
+    """`keys[layer]` and `values[layer]`: views [block, kv_head, block_size, dim] of one pool. They are contiguous, but where
+    `head_first` has all blocks of a head beside each other, so that consecutive blocks are one run of keys.
 
     Every number in the pool is finite at all times but for what a request with non-finite activations wrote, and that is
     cleared before the block serves another (`clear`): so attention hides what is past a context by a mask alone.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype):
-        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, *, head_first: bool = False):
+        outer = (config.num_kv_heads, num_blocks) if head_first else (num_blocks, config.num_kv_heads)
+        shape = (config.num_layers, 2, *outer, block_size, config.head_dim)
         self.spec = KVSpec(num_blocks, block_size, bytes_per_block(config, block_size, dtype))
         try:  # calloc: pages that are never touched cost nothing, where torch.zeros writes them all
             raw = np.zeros(shape, dtype=np.int16 if dtype.itemsize == 2 else np.int32)
         except MemoryError:
             size = num_blocks * self.spec.bytes_per_block / 2**20
             raise CutawayError(f"no memory for {num_blocks} KV blocks ({size:.0f} MiB): give a smaller --kv-blocks") from None
-        self.pool: Tensor = torch.from_numpy(raw).view(dtype)
+        pool = torch.from_numpy(raw).view(dtype)
+        self.pool: Tensor = pool.transpose(2, 3) if head_first else pool
         self.keys: list[Tensor] = [layer[0] for layer in self.pool]
         self.values: list[Tensor] = [layer[1] for layer in self.pool]
 

@@ -117,7 +117,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """For a single token as the layer norm of (x, -x), whose mean is 0 and whose variance is the mean of x^2: one kernel,
         where torch composes rms_norm of ten, which at one row cost as much as a matrix does."""
-        if len(x) == 1:
+        if x.shape[0] == 1:
             return torch.layer_norm(x * self._signs, self._mirrored.shape, self._mirrored, None, self.eps)[:1]
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 

@@ -99,19 +99,19 @@ class Decoder:
         turns = self.turns.index_select(0, batch.positions).unsqueeze(1)
         for layer, k_cache, v_cache in zip(self.layers, keys, values, strict=True):
             qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, config.head_dim)
-            qk = qkv[:, :both]
+            qk, v = qkv.split_with_sizes((both, config.num_kv_heads), 1)
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (config.head_dim,), None, config.rms_eps) * layer.qk_norm
-            qk = rotate(qk, turns)
-            attention.write_kv(k_cache, v_cache, qk[:, heads:], qkv[:, both:], batch.slots, **batch.extras)
+            q, k = rotate(qk, turns).split_with_sizes((heads, config.num_kv_heads), 1)
+            attention.write_kv(k_cache, v_cache, k, v, batch.slots, **batch.extras)
             extras = {**batch.extras, "window": layer.window} if layer.window else batch.extras
             attended = attention.paged_attention(
-                qk[:, :heads], k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_starts,
+                q, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_starts,
                 scale=self.scale, **extras,
             )  # fmt: skip
             x = layer.o.add(attended.reshape(len(x), -1), x)
             gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, 1)
-            x = layer.down.add(torch.ops.aten.silu_(gate).mul_(up), x)
+            x = layer.down.add(F.silu(gate).mul_(up), x)
         return self.head(self.norm(x.index_select(0, batch.sampled)))
 
 

@@ -74,12 +74,13 @@ class _Slots:
 class TorchBackend:
     """A model and its KV pool on the CPU. Implements `core.plan.Backend`."""
 
-    def __init__(self, model: Decoder, cache: KVCache, parts: PartsLike, *, rows: int, window: int, facts: dict[str, Any]):
+    def __init__(
+        self, model: Decoder, cache: KVCache, attention: Any, parts: PartsLike, *, rows: int, window: int, facts: dict[str, Any]
+    ):
         self.model = model
         self.cache = cache
         self.window = window
-        windows = any(model.config.sliding_windows)
-        self._attention = parts.get("attention", {"sliding_window"} if windows else ())
+        self._attention = attention
         self._parts = parts
         blocks = -(-(window + 1) // cache.spec.block_size)
         self._slots = _Slots(
@@ -199,8 +200,8 @@ class TorchBackend:
         )
         if hasattr(self._attention, "prepare"):  # the engine's own: one preparation for all layers
             batch.extras["plan"] = self._attention.prepare(
-                batch.block_tables, batch.context_lens, batch.query_starts, slots=batch.slots,
-                kv_heads=self.model.config.num_kv_heads, block_size=size, finite=True,
+                batch.block_tables, batch.context_lens, batch.query_starts, self.cache.keys[0],
+                slots=batch.slots, finite=True,
             )  # fmt: skip
         return batch
 
@@ -304,17 +305,19 @@ def create(config: Config, parts: PartsLike) -> TorchBackend:
             f"--max-model-len must be from 2 to {checkpoint.config.max_position}, the model's own window, got {window}"
         )
     block_bytes = bytes_per_block(checkpoint.config, BLOCK_SIZE, dtype)
+    attention = parts.get("attention", {"sliding_window"} if any(checkpoint.config.sliding_windows) else ())
     with torch.inference_mode():
         model = Decoder(checkpoint, dtype, window)
         _trim()
         blocks = choose_blocks(config.kv_blocks, block_bytes, BLOCK_SIZE, window)
-        cache = KVCache(checkpoint.config, blocks, BLOCK_SIZE, dtype)
+        head_first = getattr(attention, "HEAD_FIRST", False)
+        cache = KVCache(checkpoint.config, blocks, BLOCK_SIZE, dtype, head_first=head_first)
     facts: dict[str, Any] = {
         "backend": "torch", "model": checkpoint.name, "dtype": str(dtype).removeprefix("torch."), "window": window,
         "weight_bytes": model.nbytes, "kv_blocks": blocks, "kv_bytes": blocks * block_bytes, "threads": threads,
         "load_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
-    return TorchBackend(model, cache, parts, rows=config.max_num_seqs, window=window, facts=facts)
+    return TorchBackend(model, cache, attention, parts, rows=config.max_num_seqs, window=window, facts=facts)
 
 
 def _trim() -> None:
