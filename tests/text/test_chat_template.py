@@ -13,7 +13,7 @@ import pytest
 import tiny
 from cutaway.checkpoints import hub, open_checkpoint
 from cutaway.core.errors import BadRequest, CheckpointError
-from cutaway.text import chat
+from cutaway.text import budget
 from cutaway.text.chat import ChatTemplate
 from cutaway.text.tokenizer import Tokenizer
 
@@ -103,7 +103,7 @@ def test_the_messages_are_not_changed() -> None:
         (None, "this model has no chat template"),
         ("{{ raise_exception('No\nsystem role') }}", "the model's chat template refuses these messages: No system role"),
         ("{% if %}", "the model's chat template is not valid (line 1)"),
-        ("{% include 'x' %}", "cannot render these messages"),
+        ("{% include 'x' %}", "is not valid (line 1): include is not allowed"),
         ("{{ messages[0]['x'] + 'a' }}", "cannot render these messages: 'dict object' has no attribute 'x'"),
         ("{{ nothing.more }}", "cannot render these messages: 'nothing' is undefined"),
         ("{{ 1 / 0 }}", "cannot render these messages: division by zero"),
@@ -152,7 +152,7 @@ def test_a_template_without_end_is_stopped(source: str) -> None:
 
 
 def test_a_template_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_SECONDS", 0.2)
+    monkeypatch.setattr(budget, "_SECONDS", 0.2)
     slow = "{% for i in range(90000) %}{% set x = range(99999) | list | sort %}{% endfor %}"
     start = time.perf_counter()
     with pytest.raises(BadRequest, match="does not come to an end"):
