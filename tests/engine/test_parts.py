@@ -40,6 +40,13 @@ def test_a_file_for_two_parts_is_checked_for_each(tmp_path: Path) -> None:
         parts.get("scheduler")
 
 
+def test_a_class_without_a_method_of_its_part_is_refused_before_it_is_needed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from cutaway.core.scheduler import Scheduler as S\nclass Scheduler(S):\n    abort = None\n")
+    with pytest.raises(CutawayError, match=r"it does not define Scheduler\.abort$"):
+        Parts({"scheduler": str(file)}).get("scheduler")
+
+
 def test_a_feature_that_a_file_lacks_is_the_references_and_said(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("SUPPORTS = {'top_k'}\npenalize = keep = noise = sample = print\n")

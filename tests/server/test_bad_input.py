@@ -223,10 +223,7 @@ def test_bodies_over_4_mib(http: httpx.Client, declared: bool) -> None:
     path, body = text(prompt="a" * 5 * 2**20)
     raw = json.dumps(body).encode()
     pieces = (raw[i : i + 65536] for i in range(0, len(raw), 65536))
-    try:
-        response = http.post(path, content=raw if declared else pieces, headers={"content-type": "application/json"})
-    except httpx.TransportError:
-        pytest.skip("the connection was closed before the client had read the answer")
+    response = http.post(path, content=raw if declared else pieces, headers={"content-type": "application/json"})
     assert response.status_code == 413
     assert "4 MiB" in error_of(response)["message"]
 

@@ -12,7 +12,13 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.", add_completion=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure the engine on this machine.",
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 Model = Annotated[str, typer.Option(help="Path of a folder or .gguf file, a built-in name or a hub id.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result here.", dir_okay=False)]

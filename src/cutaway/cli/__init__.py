@@ -30,10 +30,12 @@ def run(args: Sequence[str]) -> int:
     from cutaway.cli.verbs import app
 
     try:
-        return invoke(app, args, "cutaway")
+        return invoke(app, args, os.environ.get("CUTAWAY_COMMAND", "cutaway"))  # ./vc gives its own name
     except CutawayError as error:
         return _complain(str(error), 2)
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the prompt does not stand behind ^C
         return 130
     except BrokenPipeError:
         # Whoever read our output has gone; at exit Python would complain about what is still to be flushed.
@@ -46,6 +48,10 @@ def run(args: Sequence[str]) -> int:
             path: str = context.command_path if context is not None else "cutaway"
             text: str = usage()
             return _complain(f"{text if text.endswith(('.', '?')) else text + '.'} `{path} --help` lists what there is.", 2)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            from cutaway.cli.options import NO_TORCH
+
+            return _complain(NO_TORCH, 2)
         if os.environ.get("CUTAWAY_DEBUG") == "1":
             raise
         text = " ".join(str(error).split())

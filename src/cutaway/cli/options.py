@@ -34,6 +34,7 @@ MaxModelLenOption = Annotated[
     typer.Option(
         "--max-model-len",
         min=2,
+        max=2**31 - 1,
         metavar="TOKENS",
         help="The window: most tokens of prompt and answer together. Without it, the model's own.",
     ),
@@ -43,6 +44,7 @@ KVBlocksOption = Annotated[
     typer.Option(
         "--kv-blocks",
         min=2,
+        max=2**31 - 1,
         metavar="N",
         help="Blocks of 16 tokens in the KV cache. When they run out, requests wait, and the last ones admitted start again"
         " later. Without it: as many as 16 windows need, at most a quarter of the free memory.",
@@ -56,6 +58,7 @@ PartOption = Annotated[
         help="A file of your own that plays a part of the engine (blocks, scheduler, sampler, ...). May be given again.",
     ),
 ]
+NO_TORCH = "the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch"
 BackendOption = Annotated[str, typer.Option("--backend", hidden=True, metavar="MODULE:FUNCTION")]
 MaxTokensOption = Annotated[
     int | None, typer.Option("--max-tokens", min=1, metavar="N", help="End an answer after so many tokens. Default: 512.")
@@ -96,11 +99,11 @@ def config_from(**given: Any) -> EngineConfig:
     """An EngineConfig from options. `part` is the list of NAME=FILE; raises CutawayError where it cannot run at all."""
     given["parts"] = parts_of(given.pop("part", ()))
     trace: str | None = given.get("trace")
+    if trace is not None and (not trace or Path(trace).is_dir()):
+        raise CutawayError(f"--trace {trace!r}: give the name of a file to write to")
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise CutawayError(f"--trace {trace}: there is no folder {Path(trace).absolute().parent}")
     config = EngineConfig(**{f.name: given[f.name] for f in fields(EngineConfig) if f.name in given})
     if config.backend == DEFAULTS.backend and importlib.util.find_spec("torch") is None:
-        raise CutawayError(
-            "the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch"
-        )
+        raise CutawayError(NO_TORCH)
     return config

@@ -88,6 +88,8 @@ def pieces(
 def generate(config: EngineConfig, prompt: str, params: SamplingParams, *, max_tokens: int | None, raw: bool) -> None:
     """One answer to standard output, its figures to standard error."""
     if prompt == "-":
+        if sys.stdin.isatty():
+            raise CutawayError('there is no prompt: generate "Why is the sky blue?", or one on standard input')
         prompt = sys.stdin.buffer.read().decode(errors="surrogateescape")
         if not prompt:
             raise CutawayError("standard input is empty: there is no prompt to answer")

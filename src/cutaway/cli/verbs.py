@@ -46,12 +46,16 @@ def serve(
     max_model_len: o.MaxModelLenOption = None,
     kv_blocks: o.KVBlocksOption = None,
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most requests that run at once, each a row of every step; others wait.")
+        int,
+        typer.Option(
+            min=1, max=4096, metavar="N", help="Most requests that run at once, a row each of every step; others wait."
+        ),
     ] = o.DEFAULTS.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int,
         typer.Option(
             min=1,
+            max=2**24,
             metavar="N",
             help="Most tokens computed in one step, over all requests. Prompts are cut to fit beside running answers: less"
             " keeps answers fluent while a long prompt arrives, more reads prompts faster.",
@@ -93,7 +97,9 @@ def serve(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to answer. Without one, or for -, standard input.", show_default=False)
+    ] = "-",
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the text as it is, without the model's chat template.")
     ] = False,

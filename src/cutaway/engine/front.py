@@ -101,6 +101,7 @@ class Front:
     @classmethod
     def open(cls, config: EngineConfig, parts: Parts) -> Front:
         """Reads the model's header and tokenizer, no weights. Raises CheckpointError."""
+        parts.load("front")
         checkpoint = open_checkpoint(resolve(config.model), config.load_format)
         assets = checkpoint.text()
         tokenizer = Tokenizer.open(assets)

@@ -191,7 +191,7 @@ class Part:
     process: Process
     default: str
     protocol: type
-    offers: tuple[str, ...]
+    offers: dict[str, type | None]  # name -> the Protocol of a class, whose methods it must have
     features: frozenset[str] = frozenset()
 
 
@@ -199,17 +199,20 @@ _SAMPLER_FEATURES = frozenset({"top_k", "top_p", "min_p", "penalties", "logprobs
 PARTS: dict[str, Part] = {
     p.name: p
     for p in (
-        Part("blocks", "06", "engine", "cutaway.core.blocks", BlocksPart, ("OutOfBlocks", "BlockAllocator", "BlockTable")),
+        Part("blocks", "06", "engine", "cutaway.core.blocks", BlocksPart,
+             {"OutOfBlocks": None, "BlockAllocator": AllocatorLike, "BlockTable": TableLike}),
         Part("attention", "07", "engine", "cutaway.backends.torch.attention", AttentionPart,
-             ("write_kv", "paged_attention"), frozenset({"sliding_window"})),
-        Part("prefix_cache", "09", "engine", "cutaway.core.prefix_cache", PrefixCachePart, ("PrefixCache", "chain")),
-        Part("scheduler", "10", "engine", "cutaway.core.scheduler", SchedulerPart, ("Scheduler",)),
-        Part("chunked", "11", "engine", "cutaway.core.chunked", ChunkedPart, ("split",)),
+             {"write_kv": None, "paged_attention": None}, frozenset({"sliding_window"})),
+        Part("prefix_cache", "09", "engine", "cutaway.core.prefix_cache", PrefixCachePart,
+             {"PrefixCache": CacheLike, "chain": None}),
+        Part("scheduler", "10", "engine", "cutaway.core.scheduler", SchedulerPart, {"Scheduler": SchedulerLike}),
+        Part("chunked", "11", "engine", "cutaway.core.chunked", ChunkedPart, {"split": None}),
         Part("sampler", "13", "engine", "cutaway.backends.torch.sampler", SamplerPart,
-             ("penalize", "keep", "noise", "sample"), _SAMPLER_FEATURES),
-        Part("detokenizer", "14", "front", "cutaway.text.detokenizer", DetokenizerPart, ("Detokenizer",)),
-        Part("async_engine", "15", "front", "cutaway.engine.async_engine", AsyncEnginePart, ("AsyncEngine",)),
-        Part("metrics", "16", "front", "cutaway.core.metrics", MetricsPart, ("Metrics", "percentile", "poisson"),
+             dict.fromkeys(("penalize", "keep", "noise", "sample")), _SAMPLER_FEATURES),
+        Part("detokenizer", "14", "front", "cutaway.text.detokenizer", DetokenizerPart, {"Detokenizer": DetokenizerLike}),
+        Part("async_engine", "15", "front", "cutaway.engine.async_engine", AsyncEnginePart, {"AsyncEngine": AsyncEngineLike}),
+        Part("metrics", "16", "front", "cutaway.core.metrics", MetricsPart,
+             {"Metrics": MetricsLike, "percentile": None, "poisson": None},
              frozenset({"step_seconds"})),
     )
 }  # fmt: skip
@@ -259,13 +262,18 @@ class Parts:
             module = self._load(part, part.default)
         return module
 
+    def load(self, process: Process) -> None:
+        """Loads the overrides of a process now: one that cannot play is said at start. Raises CutawayError."""
+        for name in self.overrides:
+            if PARTS[name].process == process:
+                self.get(name)
+
     def _load(self, part: Part, source: str) -> ModuleType:
         key = part.name, source
         if key not in self.loaded:
             own = source == part.default
             module = load_module(source) if own else _load_foreign(part, source)
-            missing = [n for n in part.offers if not hasattr(module, n)]
-            if missing:
+            if missing := _missing(module, part):
                 raise CutawayError(f"{source} cannot be the part {part.name}: it does not define {', '.join(missing)}")
             if part.name in self.observe and source == self.overrides.get(part.name, part.default):
                 module = observed(module, part.offers, self.observe[part.name])
@@ -284,6 +292,19 @@ class Parts:
             }
             for p in PARTS.values()
         }
+
+
+def _missing(module: ModuleType, part: Part) -> list[str]:
+    """What a module lacks of its part: names, and methods of its classes. Attributes are set by instances and not seen."""
+    missing: list[str] = []
+    for name, shape in part.offers.items():
+        thing = getattr(module, name, None)
+        if thing is None:
+            missing.append(name)
+        elif shape is not None:
+            wanted = [m for base in shape.__mro__ for m, f in vars(base).items() if inspect.isfunction(f) and m[0] != "_"]
+            missing += [f"{name}.{m}" for m in dict.fromkeys(wanted) if not callable(getattr(thing, m, None))]
+    return missing
 
 
 def _load_foreign(part: Part, source: str) -> ModuleType:

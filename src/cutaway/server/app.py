@@ -24,6 +24,7 @@ from cutaway.server.responses import Choice, Head, Kind
 from cutaway.server.service import Service
 
 MAX_BODY = 4 * 1024 * 1024  # bytes; the longest window's text is far below
+MAX_DRAINED = 64 * 1024 * 1024
 LARGE_BODY = 64 * 1024  # bytes; larger ones are parsed in a thread
 
 B = TypeVar("B", ChatBody, CompletionBody)
@@ -71,20 +72,25 @@ def _authorize(service: Service, http: Request) -> None:
 
 
 async def _read(http: Request) -> bytes:
-    """The body, at most MAX_BODY bytes of it."""
+    """The body, at most MAX_BODY bytes of it. A larger one is read and dropped up to MAX_DRAINED, since a client that is cut
+    off while it sends never sees why."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         got = f"got {kind[:80]}" if kind else "got none"
         raise BadRequest(f"the body must be JSON: send Content-Type: application/json ({got})", status=415)
     length = http.headers.get("content-length", "0")
     too_large = BadRequest(f"the body is larger than {MAX_BODY // 2**20} MiB", status=413, code="body_too_large")
-    if not length.isdigit() or int(length) > MAX_BODY:
+    if not length.isdigit() or int(length) > MAX_DRAINED:
         raise too_large
-    raw = bytearray()
+    raw, size = bytearray(), 0
     async for piece in http.stream():
-        raw += piece
-        if len(raw) > MAX_BODY:
+        size += len(piece)
+        if size > MAX_DRAINED:
             raise too_large
+        if size <= MAX_BODY:
+            raw += piece
+    if size > MAX_BODY:
+        raise too_large
     return bytes(raw)
 
 

@@ -164,6 +164,8 @@ async def _drain(server: uvicorn.Server, service: Service, serving: asyncio.Task
     """Stops accepting; gives running answers so many seconds, then ends them."""
     server.should_exit = True
     if service.running:
+        how_many = f"{len(service.running)} running answer{'s' if len(service.running) > 1 else ''}"
+        print(f"stopping: {how_many} may take {seconds:g} s more; a second signal ends at once", file=sys.stderr, flush=True)
         await asyncio.wait(tuple(service.running), timeout=seconds)
     service.stop()
     try:
