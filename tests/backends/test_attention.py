@@ -136,7 +136,7 @@ def test_heads_first_and_consecutive_blocks_change_nothing(first, finite):
         before = case.k_cache.clone(), case.v_cache.clone()
         args = (torch.from_numpy(x) for x in (case.tables, case.contexts, case.starts))
         plan = prepare(*args, case.k_cache, finite=finite)
-        assert all((group.run is None) == (first == 1) for group in plan.groups)
+        assert all((group.run is None) == (first == 1 or queries > attention.SMALL) for group in plan.groups)
         np.testing.assert_allclose(case.run(window=window, plan=plan), case.expected(window), atol=2e-6)
         assert torch.equal(before[0].nan_to_num(), case.k_cache.nan_to_num())
         assert torch.equal(before[1].nan_to_num(), case.v_cache.nan_to_num())

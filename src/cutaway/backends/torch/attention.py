@@ -55,7 +55,7 @@ class Group:
     context: int  # keys a row: those of a single row, else a multiple of the block size
     lengths: NDArray[np.int64]  # [rows] context of each row's last query
     blocks: Tensor  # int64 [rows * kv_heads * blocks a row]: where each block of a head is among all in memory
-    run: Place | None  # [1, kv_heads, context, dim] of a single row whose blocks follow each other
+    run: Place | None  # [1, kv_heads, context, dim] of a single row whose blocks follow each other, up to SMALL queries
     spare: bool
     masks: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
@@ -142,7 +142,8 @@ def _group(n: int, members: Sequence[tuple[int, int, int]], tables: NDArray[np.i
     gather = table[:, None, :] * block_step + np.arange(kv_heads)[:, None] * head_step
     alone = len(members) == 1
     context, run = int(lengths[0]) if alone else blocks * block_size, None
-    if alone and block_step == 1 and bool((np.diff(table[0]) == 1).all()):
+    # many queries read their keys so often that a compact copy of them pays
+    if alone and n <= SMALL and block_step == 1 and bool((np.diff(table[0]) == 1).all()):
         strides = (0, cache.stride(1), dim, 1)
         run = Place((1, kv_heads, context, dim), strides, int(table[0, 0]) * cache.stride(0))
     tokens = (firsts[:, None] + np.arange(n)).reshape(-1)
