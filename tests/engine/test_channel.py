@@ -169,7 +169,7 @@ def test_a_fault_at_load_is_one_line(kind: type[AnyChannel], tmp_path: Path, cap
     async def work(text: str, line: str) -> None:
         channel = kind(fake(backend=backend(tmp_path, text)))
         with pytest.raises(CutawayError) as caught:
-            await asyncio.wait_for(running(channel).__aenter__(), 30)
+            await asyncio.wait_for(running(channel).__aenter__(), 100)
         assert str(caught.value) == line
         with pytest.raises(EngineDied):
             channel.add(ask(0))

@@ -86,7 +86,7 @@ def create(config, parts): return Backend()
 
 
 def test_requests_that_kill_their_engine_slow_it_and_do_not_take_it_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_steps: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pauses grow until a request has finished; an abort is no finished request."""
     monkeypatch.setattr("cutaway.engine.channel.PAUSES", (0.0, 0.01, 0.02))
@@ -145,7 +145,8 @@ def create(config, parts):
 """
 
     async def work() -> None:
-        channel = ProcessChannel(fake(backend=backend(tmp_path, text)))
+        said_of_it: list[str] = []
+        channel = ProcessChannel(fake(backend=backend(tmp_path, text)), progress=said_of_it.append)
         async with running(channel) as engine:
             channel._start_timeout = limit
             assert channel.pid is not None
@@ -156,7 +157,7 @@ def create(config, parts):
                 assert output.error == f"{said}; it is being restarted, send the request again"
             await until(lambda: channel.state == "failed")
             assert channel.failure == f"{said}; given up after 3 starts that failed"
-            assert (channel.restarts, channel.stats) == (3, None)
+            assert (channel.restarts, channel.stats, said_of_it[-1]) == (3, None, channel.failure)
             with pytest.raises(EngineDied, match="given up"):
                 await collect(engine, ask(9))
 
@@ -215,6 +216,20 @@ def test_a_trace_of_a_crash_is_kept(tmp_path: Path) -> None:
         assert len((tmp_path / "trace.1").read_text().splitlines()) == 3
 
     run(work())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_disk_that_is_full_costs_the_trace_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        channel = ProcessChannel(fake(trace="/dev/full"))
+        async with running(channel) as engine:
+            assert [(await collect(engine, ask(i))).error for i in range(2)] == [None, None]
+            assert channel.restarts == 0
+
+    run(work())
+    assert capfd.readouterr().err.splitlines() == [
+        "cannot write the trace to /dev/full: No space left on device; later steps are not traced"
+    ]
 
 
 def test_stop_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow_steps: None) -> None:

@@ -187,9 +187,9 @@ class InProcessChannel(_Channel):
 class ProcessChannel(_Channel):
     """The engine in a process of its own, over ZeroMQ on an ipc socket in a folder that only this user may enter.
 
-    `progress` hears what the engine is busy with while it starts, and why it is restarted. `start_timeout` bounds each
-    start, `stop_timeout` the time a running step gets to end before the process is killed. Restarts are counted in
-    `restarts`. A restarted engine writes its trace to FILE.1, FILE.2, ..., so that the one of what went wrong stays.
+    `progress` hears what the engine is busy with while it starts, and why it is restarted or given up. `start_timeout`
+    bounds each start, `stop_timeout` the time a running step gets to end before the process is killed. Restarts are counted
+    in `restarts`. A restarted engine writes its trace to FILE.1, FILE.2, ..., so that the one of what went wrong stays.
     """
 
     def __init__(
@@ -283,7 +283,8 @@ class ProcessChannel(_Channel):
             self._ends += 1
             self._failed_starts += not self._came_up
             if self._failed_starts >= FAILED_STARTS:
-                return self._give_up(f"{reason}; given up after {FAILED_STARTS} starts that failed")
+                self._say(line := f"{reason}; given up after {FAILED_STARTS} starts that failed")
+                return self._give_up(line)
             self.state, self.failure = "restarting", reason
             self.restarts += 1
             pause = PAUSES[min(self._ends, len(PAUSES)) - 1]
