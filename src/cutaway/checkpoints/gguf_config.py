@@ -11,12 +11,13 @@ import numpy as np
 from cutaway.checkpoints.checkpoint import GenerationDefaults
 from cutaway.checkpoints.config import ModelConfig, RopeScaling
 from cutaway.checkpoints.gguf_header import GGUFHeader, TensorInfo
-from cutaway.checkpoints.parse import SUPPORTED, check_sizes, short
+from cutaway.checkpoints.parse import ROOM, SUPPORTED, check_sizes, short
 from cutaway.core.errors import CheckpointError
 from cutaway.core.text_assets import TextAssets, Vocabulary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama is Llama, SmolLM2 and Mistral
 CONTROL = 3
+_PER_STRING = 256  # bytes that a token or a merge takes at least, once the tokenizer is built
 # tokens that end a turn; each counts only where the file's own template writes it (eos_token_id often names another)
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>")
 T = TypeVar("T", int, float, str, bool)
@@ -156,7 +157,7 @@ def generation_defaults(header: GGUFHeader) -> GenerationDefaults:
 
 
 def text_assets(header: GGUFHeader, name: str, vocab_size: int, generation: GenerationDefaults) -> TextAssets:
-    """The vocabulary as lists, the chat template and the special tokens' texts."""
+    """The vocabulary as lists (if they are in proportion to the file), the chat template and the special tokens' texts."""
     model = _get(header, "tokenizer.ggml.model", str)
     count = header.count("tokenizer.ggml.tokens")
     if not 0 < count <= vocab_size:
@@ -164,6 +165,13 @@ def text_assets(header: GGUFHeader, name: str, vocab_size: int, generation: Gene
     for what in ("token_type", "scores"):
         if header.count(f"tokenizer.ggml.{what}") not in (0, count):
             _fail(header, f"has {header.count(f'tokenizer.ggml.{what}')} entries in tokenizer.ggml.{what} for {count} tokens")
+    room = header.size + ROOM
+    merges = header.count("tokenizer.ggml.merges")
+    if (count + merges) * _PER_STRING > room:
+        _fail(
+            header,
+            f"its vocabulary of {count} tokens and {merges} merges takes more memory than a model of this size should need",
+        )
     tokens = header.strings("tokenizer.ggml.tokens")
     special: dict[str, str] = {}
     for key, word in (("bos_token_id", "bos_token"), ("eos_token_id", "eos_token"), ("unknown_token_id", "unk_token")):
@@ -196,4 +204,5 @@ def text_assets(header: GGUFHeader, name: str, vocab_size: int, generation: Gene
         add_bos=_get(
             header, "tokenizer.ggml.add_bos_token", bool, model == "llama" or pre in ("llama-bpe", "llama3", "llama-v3")
         ),
+        room=room,
     )

@@ -23,7 +23,8 @@ ARCHITECTURES = {
 }
 SUPPORTED = "Llama, SmolLM2, Mistral, Qwen2, Qwen3"
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_MAX_JSON = 2 << 20  # parsed JSON takes some twenty times its text: more than this would be felt
+MAX_JSON = 2 << 20  # parsed JSON takes some twenty times its text: more than this would be felt
+ROOM = 40 << 20  # bytes that a model's text side may take beside its files' size
 _BOUNDS = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 20,
@@ -46,12 +47,12 @@ def short(value: object) -> str:
     return repr(str(value)[:80])
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     """The object in a small JSON file; one line if it is missing, too large, not JSON or not an object."""
     try:
-        if path.stat().st_size > _MAX_JSON:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes; at most {_MAX_JSON} are allowed")
-        value = json.loads(path.read_bytes()[: _MAX_JSON + 1])
+        if path.stat().st_size > limit:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes; at most {limit} are allowed")
+        value = json.loads(path.read_bytes()[: limit + 1])
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

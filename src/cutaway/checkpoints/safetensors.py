@@ -23,6 +23,7 @@ from cutaway.checkpoints.parse import read_json, short
 from cutaway.core.errors import CheckpointError
 
 _DTYPES: dict[str, DType] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_MAX_NAMES = 32_768  # of all shards
 _MAX_HEADER = 2 << 20  # some 15,000 tensors; parsed JSON takes some twenty times its text
 
 
@@ -179,6 +180,8 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map")
     names = cast(dict[str, Any], weight_map)
+    if len(names) > _MAX_NAMES:
+        raise CheckpointError(f"{index}: names {len(names)} tensors; at most {_MAX_NAMES} are allowed")
     files: dict[str, SafetensorsFile] = {}
     for shard in names.values():
         if isinstance(shard, str) and shard in files:
@@ -190,12 +193,11 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
             raise CheckpointError(f"{index}: names more than 1024 shards")
         if not (folder / shard).exists():
             raise CheckpointError(f"{index}: names the shard {shard}, which is missing from {folder}")
-        files[shard] = SafetensorsFile(folder / shard)
-    for name, shard in names.items():
-        if name not in files[shard].entries:
-            raise CheckpointError(f"{index}: places tensor {name!r} in {shard}, which does not hold it")
-    for shard, file in files.items():
+        files[shard] = file = SafetensorsFile(folder / shard)
         for name in file.entries:
             if names.get(name) != shard:
                 raise CheckpointError(f"{folder / shard}: holds tensor {name!r}, which the index places elsewhere")
+    for name, shard in names.items():
+        if name not in files[shard].entries:
+            raise CheckpointError(f"{index}: places tensor {name!r} in {shard}, which does not hold it")
     return {name: files[shard] for name, shard in names.items()}

@@ -31,6 +31,7 @@ class TextAssets:
 
     Exactly one of tokenizer_file (a tokenizer.json) and vocabulary is set. vocab_size counts the model's embedding rows:
     ids at or above it do not exist for the model. add_bos None: as tokenizer.json's own post-processor does it.
+    room: bytes of memory that the tokenizer may take, so that a small file cannot describe a vast one; None: any.
     special_tokens: "bos_token", "eos_token", ... -> text, as chat templates name them.
     """
 
@@ -43,3 +44,4 @@ class TextAssets:
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
     add_bos: bool | None = None
+    room: int | None = None

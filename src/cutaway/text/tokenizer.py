@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken
 
 from cutaway.core.errors import BadRequest, CheckpointError
 from cutaway.core.text_assets import TextAssets
 from cutaway.text.vocabulary import build
+
+# memory that tokenizer.json takes, as measured: for a byte of a long string, the most; for a token or merge, which has a comma
+_PER_BYTE, _PER_ITEM, _LONG = 80, 288, 32
 
 
 def _byte_of() -> dict[str, int]:
@@ -29,6 +34,21 @@ def _kind(name: str, backend: tokenizers.Tokenizer) -> str:
     if "ByteFallback" in decoder or "Metaspace" in decoder or "▁" in decoder:
         return "pieces"
     raise CheckpointError(f"{name}: its tokenizer is neither byte-level BPE nor SentencePiece; those two are supported")
+
+
+def _check_size(file: Path, room: int | None) -> None:
+    """An error for a tokenizer.json that would take more than `room` bytes, by estimate, once the library has read it."""
+    size = file.stat().st_size
+    if room is None or size * _PER_BYTE <= room:
+        return
+    if size <= room:
+        text = np.frombuffer(file.read_bytes(), np.uint8)
+        quotes = np.flatnonzero((text[1:] == ord('"')) & (text[:-1] != ord("\\")))
+        gaps = np.diff(quotes)  # strings, and what lies between them
+        needed = int((text == ord(",")).sum()) * _PER_ITEM + int(gaps[gaps > _LONG].sum()) * _PER_BYTE + size
+        if needed <= room:
+            return
+    raise CheckpointError(f"{file}: takes more memory than a model of this size should need")
 
 
 class Tokenizer:
@@ -68,8 +88,9 @@ class Tokenizer:
         """From tokenizer.json or from GGUF's lists; CheckpointError in one line if neither can be used."""
         try:
             if assets.vocabulary is not None:
-                backend = build(assets.name, assets.vocabulary)
+                backend = build(assets.name, assets.vocabulary, assets.room)
             elif assets.tokenizer_file is not None:
+                _check_size(assets.tokenizer_file, assets.room)
                 backend = tokenizers.Tokenizer.from_file(str(assets.tokenizer_file))
                 backend.no_padding()
                 backend.no_truncation()
