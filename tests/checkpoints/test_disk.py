@@ -110,3 +110,12 @@ def test_every_word_of_a_long_read_arrives(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "preadv", little)
     np.testing.assert_array_equal(checkpoint.load("lm_head.weight").data, whole)
+
+
+def test_the_text_side_is_in_proportion_to_a_models_weights_where_there_are_any(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path, "llama")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert open_checkpoint(folder).text().room == size + (40 << 20)
+    assert open_checkpoint(folder, "dummy").text().room is None
+    path = tiny.write_gguf(tmp_path / "m.gguf", "llama")
+    assert open_checkpoint(path).text().room == path.stat().st_size + (40 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -139,5 +140,8 @@ class FolderCheckpoint(Folder):
 def open_dummy(path: Path) -> DummyCheckpoint:
     """Random weights for the configuration in `path`, a folder or a config.json."""
     folder = Folder(path if path.is_dir() else path.parent)
-    assets = folder.text() if (folder.path / "tokenizer.json").exists() else TextAssets(folder.name, folder.config.vocab_size)
+    if (folder.path / "tokenizer.json").exists():
+        assets = replace(folder.text(), room=None)  # there are no weights that the tokenizer could be in proportion to
+    else:
+        assets = TextAssets(folder.name, folder.config.vocab_size)
     return DummyCheckpoint(folder.config, assets, path, folder.name, folder.generation)
