@@ -123,7 +123,7 @@ def test_bf16_is_as_close_as_its_numbers_are():
 @pytest.mark.parametrize("finite", [False, True])
 @pytest.mark.parametrize("first", [3, 1])
 def test_heads_first_and_consecutive_blocks_change_nothing(first, finite):
-    """The layout that HEAD_FIRST asks for, where a row's keys are read in place; `first`: with and without a gap."""
+    """The layout that "head_first" asks for, where a row's keys are read in place; `first`: with and without a gap."""
     for queries, window in [(1, 0), (1, 7), (5, 0), (50, 0), (50, 20)]:
         case = Case([(queries, 50)], heads=6, junk=1e4 if finite else math.nan)
         blocks = np.array([first, 4, 5, 6])

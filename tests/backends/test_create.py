@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
+from cutaway.backends.torch.layers import rotary_table
 from cutaway.backends.torch.runner import create
 from cutaway.core.errors import CutawayError
 from cutaway.engine.config import EngineConfig
@@ -103,3 +104,20 @@ def test_the_last_position_of_the_window(folder):
     row = hand.admit(PROMPT)
     assert hand.generate(row, 12) == alone(folder, PROMPT, 12)[0]
     assert len(row.tokens) == 65 and row.computed == 64  # the last one is sampled and never computed
+
+
+def test_a_long_window_costs_nothing_until_it_is_used(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("llama") | {"max_position_embeddings": 2**24}))
+    backend = create(EngineConfig(model=str(tmp_path), load_format="dummy", kv_blocks=40, threads=1), Parts())
+    assert len(backend.model.turns) < 5000
+    assert backend.window == 39 * 16
+    assert backend.info()["window"] == 2**24
+
+
+def test_the_rotary_table_grows_to_what_it_would_have_been(folder):
+    model = Seen(folder).backend.model
+    first = model.turns.clone()
+    grown = model._turns(2 * len(first) + 1)
+    assert len(grown) == 4 * len(first)
+    whole = rotary_table(model.config, 0, len(grown))
+    assert (grown == whole).all() and (grown[: len(first)] == first).all()

@@ -75,7 +75,7 @@ def test_yarn_keeps_fast_frequencies_and_stretches_slow_ones():
         expected.append(f / 4 * ramp + f * (1 - ramp))
     config = replace(CONFIG, rope_scaling=scaling)
     assert rotary_frequencies(config).tolist() == pytest.approx(expected, rel=1e-12)
-    assert rotary_table(config, 8).abs().numpy() == pytest.approx(1.2, rel=1e-6)
+    assert rotary_table(config, 0, 8).abs().numpy() == pytest.approx(1.2, rel=1e-6)
 
 
 def test_rotation_of_interleaved_heads_is_the_half_split_formula():
@@ -86,7 +86,7 @@ def test_rotation_of_interleaved_heads_is_the_half_split_formula():
     cos, sin = (torch.cat((t, t), -1)[:, None] for t in (angles.cos(), angles.sin()))
     half = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1)
     expected = (x * cos + half * sin)[..., order[0]]
-    table = rotary_table(CONFIG, 4096)[positions].unsqueeze(1)
+    table = rotary_table(CONFIG, 0, 4096)[positions].unsqueeze(1)
     assert torch.allclose(rotate(x[..., order[0]], table), expected.float(), atol=1e-5)
 
 

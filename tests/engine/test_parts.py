@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from cutaway.backends.fake import FakeBackend
 from cutaway.core.errors import CutawayError
+from cutaway.engine.engine import Engine
 from cutaway.engine.parts import Parts
+from looping import LIMITS, a_request
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,18 @@ def test_calls_of_a_part_can_be_observed() -> None:
 def test_unknown_parts_are_refused() -> None:
     with pytest.raises(CutawayError, match="no part called nose; the parts are blocks, attention"):
         Parts({"nose": "x.py"})
+
+
+def test_a_fault_in_somebodys_part_is_said_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from cutaway.core.scheduler import Scheduler as S\n"
+        "class Scheduler(S):\n    def schedule(self):\n        return self.nothing\n"
+    )
+    parts = Parts({"scheduler": str(file)})
+    engine = Engine(FakeBackend(20, 4), parts, LIMITS)
+    engine.add(a_request())
+    with pytest.raises(AttributeError) as error:
+        engine.step()
+    assert parts.blame(error.value) == f"{file}, line 4, in schedule (part scheduler, stage 10)"
+    assert Parts().blame(error.value) is None

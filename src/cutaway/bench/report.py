@@ -19,6 +19,8 @@ from typing import Any, Literal
 import psutil
 import typer
 
+from cutaway.core.machine import cores
+
 VERSIONS = ("cutaway", "torch", "numpy", "tokenizers", "uvicorn", "pyzmq")
 
 
@@ -58,10 +60,6 @@ def host_class() -> str:
     """A short name for machines like this one, for file names: the CPU's name and the cores this process may use."""
     name = re.sub(r"\(.*?\)|processor|cpu|@.*", "", cpu_model(), flags=re.IGNORECASE)
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{cores()}c"
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def root() -> Path | None:

@@ -59,6 +59,10 @@ PartOption = Annotated[
     ),
 ]
 NO_TORCH = "the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch"
+MaxNumSeqsOption = Annotated[
+    int,
+    typer.Option(min=1, max=4096, metavar="N", help="Most requests that run at once, a row each of every step; others wait."),
+]
 BackendOption = Annotated[str, typer.Option("--backend", hidden=True, metavar="MODULE:FUNCTION")]
 MaxTokensOption = Annotated[
     int | None, typer.Option("--max-tokens", min=1, metavar="N", help="End an answer after so many tokens. Default: 512.")

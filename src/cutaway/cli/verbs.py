@@ -45,12 +45,7 @@ def serve(
     dtype: o.DtypeOption = o.DEFAULTS.dtype,
     max_model_len: o.MaxModelLenOption = None,
     kv_blocks: o.KVBlocksOption = None,
-    max_num_seqs: Annotated[
-        int,
-        typer.Option(
-            min=1, max=4096, metavar="N", help="Most requests that run at once, a row each of every step; others wait."
-        ),
-    ] = o.DEFAULTS.max_num_seqs,
+    max_num_seqs: o.MaxNumSeqsOption = o.DEFAULTS.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int,
         typer.Option(

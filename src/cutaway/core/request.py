@@ -47,7 +47,8 @@ class SamplingParams:
     min_p         drop tokens below min_p times the most likely one's probability. 0 to 1.
     repetition_penalty  divides positive and multiplies negative logits of every token of prompt and output (CTRL). 0.01 to 100.
     presence_penalty, frequency_penalty  subtracted once, or times the count, for tokens of the output. -2 to 2.
-    seed          the same seed gives the same tokens whatever runs beside it; None draws one.
+    seed          the same seed gives the same noise whatever runs beside it, so in fp32 the same tokens; in bf16 the shape of
+                  a batch can round two close logits the other way. None draws one.
     max_tokens    tokens to generate; None: as many as the window holds.
     stop          strings that end the answer and are not part of it.
     stop_token_ids  ids that end the answer, beside the model's own end-of-sequence ids.

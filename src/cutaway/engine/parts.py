@@ -280,6 +280,14 @@ class Parts:
             self.loaded[key] = module
         return self.loaded[key]
 
+    def blame(self, error: BaseException) -> str | None:
+        """The line of an override in which `error` arose or through which it passed last; None if it is none of theirs."""
+        theirs = {str(Path(source).resolve()): PARTS[name] for name, source in self.overrides.items()}
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if part := theirs.get(frame.filename):
+                return f"{frame.filename}, line {frame.lineno}, in {frame.name} (part {part.name}, stage {part.stage})"
+        return None
+
     def report(self) -> dict[str, dict[str, Any]]:
         """For `/health`: whose file plays each part, and what the reference had to serve in its place."""
         return {

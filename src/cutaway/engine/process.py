@@ -67,6 +67,7 @@ def build(config: EngineConfig, parts: Parts) -> tuple[Engine, dict[str, Any]]:
 
     The window is what one sequence may hold: the model's (or `max_model_len`), at most what the whole pool has room for.
     """
+    parts.load("engine")
     backend = load_backend(config, parts)
     facts: dict[str, Any] = getattr(backend, "info", dict[str, Any])()
     kv = backend.kv()
@@ -162,11 +163,21 @@ def run(link: Link) -> None:
     sys.path[:] = start.path
     link.send(messages.Loading(f"loading {start.config.model}"))
     parts = Parts(start.config.parts)
-    engine, info = build(start.config, parts)
+    try:
+        _serve(link, start.config, parts, rest)
+    except CutawayError:
+        raise
+    except Exception as error:
+        if where := parts.blame(error):
+            raise CutawayError(f"{where}: {one_line(error)}") from error
+        raise
+
+
+def _serve(link: Link, config: EngineConfig, parts: Parts, backlog: list[messages.ToEngine]) -> None:
+    engine, info = build(config, parts)
     gc.collect()
     gc.freeze()  # what is loaded lives as long as the process: the collector need not walk it in every full pass
     link.send(messages.Ready(info))
-    backlog: list[messages.ToEngine] = rest
 
     def receive(wait: bool) -> list[messages.ToEngine]:
         first, backlog[:] = list(backlog), []

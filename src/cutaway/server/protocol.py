@@ -120,7 +120,7 @@ class Body(Strict):
     presence_penalty: float | None = Field(None, description="-2 to 2, once for each token of the answer so far.")
     frequency_penalty: float | None = Field(None, description="-2 to 2, times the count in the answer so far.")
     repetition_penalty: float | None = Field(None, description="Over 0; 1 is none; over prompt and answer.")
-    seed: int | None = Field(None, description="The same seed gives the same tokens, whatever runs beside it.")
+    seed: int | None = Field(None, description="The same seed draws the same, whatever runs beside it.")
     stop: Annotated[str | list[str] | None, BeforeValidator(_stop)] = Field(None, description=f"At most {MAX_STOP} strings.")
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None

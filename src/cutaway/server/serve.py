@@ -108,6 +108,10 @@ class _Uvicorn(uvicorn.Server):
         yield  # Signals has them
 
 
+def _of(own: int | None, window: int) -> str:
+    return f" of {own:,}, as many as the KV blocks hold" if own is not None and own > window else ""
+
+
 def banner(service: Service, url: str, seconds: float) -> str:
     """What is printed when the server is ready."""
     info: dict[str, Any] = service.channel.ready
@@ -115,7 +119,7 @@ def banner(service: Service, url: str, seconds: float) -> str:
     blocks, size = info["kv_blocks"], info["block_size"]
     facts = [
         f"dtype {backend['dtype']}" if "dtype" in backend else None,
-        f"window {info['window']:,} tokens",
+        f"window {info['window']:,} tokens{_of(backend.get('window'), info['window'])}",
         f"{blocks:,} blocks of {size} tokens ({info.get('kv_bytes', 0) / 2**20:,.1f} MiB)",
         f"{info['rows']} rows, {info['budget']} tokens a step",
         f"started in {seconds:.1f} s",

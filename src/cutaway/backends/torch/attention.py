@@ -8,8 +8,8 @@ Invariants: a query at position p sees exactly the keys at positions <= p (and >
 the context, NaN included, never reaches the output.
 
 The engine calls `prepare` once a step and hands its result to every layer; without it both functions do the same work
-from the contract's arguments. A cache is contiguous, or such a one transposed that has its heads first (`HEAD_FIRST` asks
-the engine for that): there, a row's consecutive blocks are read where they lie. The idea of the page table is
+from the contract's arguments. A cache is contiguous, or such a one transposed that has its heads first ("head_first" in
+`SUPPORTS` asks the engine for that): there, a row's consecutive blocks are read where they lie. The idea of the page table is
 PagedAttention's (Kwon et al. 2023).
 """
 
@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-SUPPORTS = frozenset({"sliding_window"})
-HEAD_FIRST = True
+SUPPORTS = frozenset({"sliding_window", "prepare", "head_first"})
 
 PIECE = 128  # queries of one row attended to at once: bounds the mask, and skips most of what causality hides
 SMALL = 8  # rows of up to this many queries are stacked with others of their length

@@ -23,19 +23,18 @@ def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
 
 
 def choose_blocks(asked: int | None, block_bytes: int, block_size: int, window: int) -> int:
-    """Blocks of the pool, dummy included: `asked`, or min(25% of free memory, 16 windows) but at least one window.
+    """Blocks of the pool, dummy included: `asked`, or min(25% of free memory, 16 windows). The engine's window is what they
+    hold, where that is less than the model's.
 
     Raises CutawayError, in one line that names the option, where that cannot be had.
     """
     free = psutil.virtual_memory().available
-    one_window = -(-window // block_size) + 1  # and the dummy block
     if asked is None:
-        blocks = min(int(free * SHARE) // block_bytes, WINDOWS * (one_window - 1) + 1)
-        if blocks < one_window:
+        blocks = min(int(free * SHARE) // block_bytes, WINDOWS * -(-window // block_size) + 1)
+        if blocks < 2:
             raise CutawayError(
-                f"{free / 2**20:.0f} MiB of memory are free, and a quarter of that holds {blocks} KV blocks: one window of "
-                f"{window} tokens takes {one_window} ({one_window * block_bytes / 2**20:.0f} MiB). Lower --max-model-len, "
-                f"or give --kv-blocks to use more of the memory"
+                f"{free / 2**20:.0f} MiB of memory are free, and a quarter of that holds no KV block of "
+                f"{block_bytes / 2**20:.1f} MiB: free some memory, or give --kv-blocks to use more of it"
             )
         return blocks
     if asked < 2:

@@ -122,10 +122,11 @@ class RMSNorm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotary_table(config: ModelConfig, window: int) -> Tensor:
-    """cos + i sin of every position's angles: complex64 [window, head_dim / 2], scaled by YaRN's attention factor."""
+def rotary_table(config: ModelConfig, start: int, stop: int) -> Tensor:
+    """cos + i sin of the angles of positions start to stop - 1: complex64 [stop - start, head_dim / 2], scaled by YaRN's
+    attention factor."""
     frequencies = rotary_frequencies(config)
-    angles = torch.outer(torch.arange(window, dtype=torch.float64), frequencies)
+    angles = torch.outer(torch.arange(start, stop, dtype=torch.float64), frequencies)
     scaling = config.rope_scaling
     scale = scaling.attention_factor if scaling and scaling.kind == "yarn" else 1.0
     return torch.polar(torch.full_like(angles, scale), angles).to(torch.complex64)

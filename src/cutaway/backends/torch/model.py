@@ -14,6 +14,8 @@ from torch import Tensor
 from cutaway.backends.torch.layers import Embedding, Linear, RMSNorm, interleave, linear_kind, rotary_table, rotate, tied
 from cutaway.checkpoints import Checkpoint
 
+FIRST_TURNS = 2048  # positions whose rotation is known from the start
+
 
 @dataclass(slots=True)
 class Batch:
@@ -71,15 +73,15 @@ class Layer:
 class Decoder:
     """Weights on the device, and the step over them."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, window: int):
-        """Loads one tensor at a time; beside the weights as held, no more than that is in memory. `window` bounds positions."""
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
+        """Loads one tensor at a time; beside the weights as held, no more than that is in memory."""
         loader = _Loader(checkpoint, dtype)
         config = self.config = checkpoint.config
         self.dtype = dtype
         self.embedding, self.head = loader.ends()
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
         self.norm = loader.norm("model.norm.weight")
-        self.turns = rotary_table(config, window)
+        self.turns = rotary_table(config, 0, FIRST_TURNS)
         self.scale = config.head_dim**-0.5
 
     @property
@@ -91,12 +93,18 @@ class Decoder:
             + sum(linear.nbytes for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down))
         )
 
+    def _turns(self, length: int) -> Tensor:
+        """The rotary table of `length` positions or more. It grows with the contexts: a window may be far longer than they."""
+        while len(self.turns) < length:
+            self.turns = torch.cat((self.turns, rotary_table(self.config, len(self.turns), 2 * len(self.turns))))
+        return self.turns
+
     def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], attention: AttentionPart) -> Tensor:
         """One step: writes the tokens' keys and values, answers logits [sampled tokens, vocabulary] in the model's dtype."""
         config = self.config
         heads, both = config.num_heads, config.num_heads + config.num_kv_heads
         x = self.embedding(batch.token_ids)
-        turns = self.turns.index_select(0, batch.positions).unsqueeze(1)
+        turns = self._turns(int(batch.context_lens.max())).index_select(0, batch.positions).unsqueeze(1)
         for layer, k_cache, v_cache in zip(self.layers, keys, values, strict=True):
             qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, config.head_dim)
             qk, v = qkv.split_with_sizes((both, config.num_kv_heads), 1)

@@ -11,7 +11,6 @@ with it and those sampled here; no row writes outside its own blocks.
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from cutaway.backends.torch.kv_cache import KVCache, bytes_per_block, choose_blo
 from cutaway.backends.torch.model import Batch, Decoder
 from cutaway.checkpoints import open_checkpoint, resolve
 from cutaway.core.errors import CutawayError
+from cutaway.core.machine import cores
 from cutaway.core.plan import Blocks, KVSpec, LateInputs, Logprobs, StepPlan, StepResult, Ticket
 from cutaway.core.request import SamplingParams
 
@@ -198,7 +198,7 @@ class TorchBackend:
             sampled=torch.from_numpy(sampled),
             extras={},
         )
-        if hasattr(self._attention, "prepare"):  # the engine's own: one preparation for all layers
+        if "prepare" in getattr(self._attention, "SUPPORTS", ()):  # one preparation for all layers
             batch.extras["plan"] = self._attention.prepare(
                 batch.block_tables, batch.context_lens, batch.query_starts, self.cache.keys[0],
                 slots=batch.slots, finite=True,
@@ -256,7 +256,7 @@ class TorchBackend:
             assert all(p is not None for p in params), "a row names a slot that nothing was admitted to"
             chosen = [p for p in params if p is not None]
             sampler = self._parts.get("sampler", _features(chosen))
-            build = getattr(sampler, "SamplingRows", reference_sampler.SamplingRows).build
+            build = reference_sampler.SamplingRows.build
             history = self._history(slots, positions) if any(p.penalized for p in chosen) else None
             state.columns = (key, build(chosen, torch.from_numpy(positions), history), sampler)
             return sampler, state.columns[1]
@@ -296,7 +296,7 @@ def create(config: Config, parts: PartsLike) -> TorchBackend:
     if config.dtype not in DTYPES:
         raise CutawayError(f"--dtype must be one of {', '.join(DTYPES)}, got {config.dtype}")
     dtype = DTYPES[config.dtype]
-    threads = config.threads or len(os.sched_getaffinity(0))
+    threads = config.threads or cores()
     torch.set_num_threads(threads)
     checkpoint = open_checkpoint(resolve(config.model), config.load_format)
     window = config.max_model_len or checkpoint.config.max_position
@@ -307,17 +307,18 @@ def create(config: Config, parts: PartsLike) -> TorchBackend:
     block_bytes = bytes_per_block(checkpoint.config, BLOCK_SIZE, dtype)
     attention = parts.get("attention", {"sliding_window"} if any(checkpoint.config.sliding_windows) else ())
     with torch.inference_mode():
-        model = Decoder(checkpoint, dtype, window)
+        model = Decoder(checkpoint, dtype)
         _trim()
         blocks = choose_blocks(config.kv_blocks, block_bytes, BLOCK_SIZE, window)
-        head_first = getattr(attention, "HEAD_FIRST", False)
+        head_first = "head_first" in getattr(attention, "SUPPORTS", ())
         cache = KVCache(checkpoint.config, blocks, BLOCK_SIZE, dtype, head_first=head_first)
     facts: dict[str, Any] = {
         "backend": "torch", "model": checkpoint.name, "dtype": str(dtype).removeprefix("torch."), "window": window,
         "weight_bytes": model.nbytes, "kv_blocks": blocks, "kv_bytes": blocks * block_bytes, "threads": threads,
         "load_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
-    return TorchBackend(model, cache, attention, parts, rows=config.max_num_seqs, window=window, facts=facts)
+    longest = min(window, (blocks - 1) * BLOCK_SIZE)  # no sequence outgrows the pool
+    return TorchBackend(model, cache, attention, parts, rows=config.max_num_seqs, window=longest, facts=facts)
 
 
 def _trim() -> None:
