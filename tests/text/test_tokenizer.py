@@ -348,3 +348,23 @@ def test_the_built_in_tokenizer_gives_the_known_ids(smollm: Tokenizer) -> None:
     assert smollm.encode("Hello 1234 wörld<|im_end|>") == [19556, 216, 33, 34, 35, 36, 267, 29989, 400, 2]
     assert (smollm.bos_id, smollm.eos_ids, smollm.vocab_size) == (1, {2}, 49152)
     assert smollm.encode("The")[0] != 1  # add_bos_token is false
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}],
+                            "pair": [], "special_tokens": {}}},
+        {"post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+                            "single": [{"SpecialToken": {"id": "X", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}},
+    ],
+    ids=["normalizer", "second sequence", "unknown token"],
+)  # fmt: skip
+def test_a_tokenizer_that_panics_is_one_line(tmp_path: Path, change: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    file = tiny.write_folder(tmp_path, "llama") / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: the tokenizer cannot be built: ") as error:
+        folder_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""

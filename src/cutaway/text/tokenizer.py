@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from cutaway.text.vocabulary import build
 
 # memory that tokenizer.json takes, as measured: for a byte of a long string, the most; for a token or merge, which has a comma
 _PER_BYTE, _PER_ITEM, _LONG = 80, 288, 32
+TRIAL = "Hello, 1 world.\n"
 
 
 def _byte_of() -> dict[str, int]:
@@ -49,6 +53,27 @@ def _check_size(file: Path, room: int | None) -> None:
         if needed <= room:
             return
     raise CheckpointError(f"{file}: takes more memory than a model of this size should need")
+
+
+def _line(error: BaseException) -> str:
+    """The library's words: it raises plain Exception, and a panic of Rust's is a BaseException. Raises anything else again."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return " ".join(str(error).split())[:200]
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Standard error to nowhere: Rust writes a panic's backtrace there before Python hears of it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class Tokenizer:
@@ -91,16 +116,18 @@ class Tokenizer:
                 backend = build(assets.name, assets.vocabulary, assets.room)
             elif assets.tokenizer_file is not None:
                 _check_size(assets.tokenizer_file, assets.room)
-                backend = tokenizers.Tokenizer.from_file(str(assets.tokenizer_file))
-                backend.no_padding()
-                backend.no_truncation()
+                with _quiet():
+                    backend = tokenizers.Tokenizer.from_file(str(assets.tokenizer_file))
+                    backend.no_padding()
+                    backend.no_truncation()
+                    backend.encode(TRIAL)  # what is wrong with a post-processor shows here and not at the first request
             else:
                 raise CheckpointError(f"{assets.name}: has no tokenizer.json")
         except CheckpointError:
             raise
-        except Exception as error:  # the library raises plain Exception
-            line = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{assets.tokenizer_file or assets.name}: the tokenizer cannot be built: {line}") from error
+        except BaseException as error:
+            where = assets.tokenizer_file or assets.name
+            raise CheckpointError(f"{where}: the tokenizer cannot be built: {_line(error)}") from error
         return cls(backend, assets)
 
     def _id(self, token: str | None) -> int | None:
@@ -111,7 +138,10 @@ class Tokenizer:
 
         BadRequest for a token that the tokenizer has and the model has not (fine-tunes that added tokens to one alone).
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special and self._add_bos is None).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special and self._add_bos is None).ids
+        except BaseException as error:
+            raise BadRequest(f"the model's tokenizer cannot encode this text: {_line(error)}") from error
         if special and self._add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
         if ids and max(ids) >= self.vocab_size:
