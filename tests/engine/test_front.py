@@ -186,7 +186,6 @@ def test_text_comes_whole_and_finish_once() -> None:
     assert [d.text for d in deltas] == ["a", "", "♥", "\ufffd"]
     assert [d.finish_reason for d in deltas] == [None, None, None, FinishReason.LENGTH]
     assert answer.finished
-    assert not answer.must_abort
     assert answer.push(out("late", FinishReason.LENGTH)) == type(deltas[0])()
 
 
@@ -196,15 +195,14 @@ def test_a_stop_string_ends_it_at_the_token_that_completes_it() -> None:
     assert answer.push(out("ab E")).text == "ab "
     delta = answer.push(out("ND and", logprobs=logprobs[:6]))
     assert (delta.text, delta.token_ids, delta.logprobs) == ("", list(b"ND"), logprobs[:2])
-    assert (delta.finish_reason, delta.stop_reason, answer.must_abort) == (FinishReason.STOP, "END", True)
+    assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, "END")
     assert answer.push(out("more")).token_ids == []
 
 
-def test_a_stop_string_in_the_engines_last_output_needs_no_abort() -> None:
+def test_a_stop_string_in_the_engines_last_output_is_what_ended_it() -> None:
     answer = stream(stop=["END"])
     delta = answer.push(out("xEND", FinishReason.LENGTH))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("x", FinishReason.STOP, "END")
-    assert not answer.must_abort
 
 
 def test_a_stop_string_that_never_came_is_shown() -> None:

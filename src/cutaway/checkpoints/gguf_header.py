@@ -7,7 +7,6 @@ short under a memory map would kill the process), and string arrays are walked, 
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from cutaway.checkpoints.disk import read_at
+from cutaway.checkpoints.disk import ModelFile, read_at
 from cutaway.core.errors import CheckpointError
 
 Scalar = int | float | bool | str
@@ -146,36 +145,15 @@ class _Cursor:
             self.position = self._base + at
 
 
-class GGUFHeader:
+class GGUFHeader(ModelFile):
     """metadata: key -> scalar, string or ArrayRef. tensors: name -> TensorInfo. The descriptor stays open until `close`."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            self.file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-        try:
-            self.size = os.fstat(self.file).st_size
-            self._cursor = _Cursor(self.file, self.size, path)
-            self.metadata: dict[str, Scalar | ArrayRef] = {}
-            self.tensors: dict[str, TensorInfo] = {}
-            self._parse()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-
-    def __del__(self) -> None:
-        if getattr(self, "file", -1) >= 0:
-            self.close()
+    metadata: dict[str, Scalar | ArrayRef]
+    tensors: dict[str, TensorInfo]
 
     def _parse(self) -> None:
-        cursor = self._cursor
+        self.metadata, self.tensors = {}, {}
+        cursor = self._cursor = _Cursor(self.file, self.size, self.path)
         if self.size < 24:
             cursor.fail(f"is not a GGUF file: {self.size} bytes are less than a header" if self.size else "is empty")
         at = cursor.need(4, "the magic")

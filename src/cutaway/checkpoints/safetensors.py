@@ -8,7 +8,6 @@ process), and its NumPy side knows no bfloat16.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutaway.checkpoints.checkpoint import NUMPY_DTYPE, Array, DType, row_slices, store, to_f32
-from cutaway.checkpoints.disk import read_at, read_into
+from cutaway.checkpoints.disk import ModelFile, read_at, read_into
 from cutaway.checkpoints.parse import read_json, short
 from cutaway.core.errors import CheckpointError
 
@@ -38,36 +37,16 @@ class Entry:
     nbytes: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(ModelFile):
     """One file: `entries` by name, and `load`. The descriptor stays open until the object goes."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.entries: dict[str, Entry] = {}
-        try:
-            self.file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-        try:
-            self.size = os.fstat(self.file).st_size
-            self._parse()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-
-    def __del__(self) -> None:
-        if getattr(self, "file", -1) >= 0:
-            self.close()
+    entries: dict[str, Entry]
 
     def _fail(self, what: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: {what}")
 
     def _parse(self) -> None:
+        self.entries = {}
         head = read_at(self.file, self.path, 8, 0)
         if len(head) < 8:
             self._fail("is not a safetensors file: it is empty" if not head else "is not a safetensors file: it is too short")

@@ -46,7 +46,6 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stops = stops
         self.finished = False
-        self.must_abort = False  # a stop string matched, and the engine does not know
 
     def push(self, output: Output) -> Delta:
         """Raises CutawayError when the engine failed the request."""
@@ -60,7 +59,6 @@ class TextStream:
         for end, ids in enumerate([[id] for id in shown] if self._stops else [shown], start=1):
             delta.text += self._detokenizer.push(ids)
             if self._detokenizer.stopped:
-                self.must_abort = output.finish_reason is None
                 return self._stopped(delta, end)
         if output.finish_reason is not None:
             delta.text += self._detokenizer.finish()
