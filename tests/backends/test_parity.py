@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 import tiny
@@ -77,14 +76,6 @@ class Recorder:
             for output in engine.step():
                 assert output.error is None
         return [request.tokens[request.num_prompt :] for request in self.requests]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(cases: Sequence[dict[str, Any]], golden: Any, recorder: Recorder, answers: list[list[int]]) -> None:

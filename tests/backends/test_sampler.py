@@ -15,14 +15,6 @@ from sampling import build, oracle_kept, oracle_penalties, random_params
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("vocabulary", [40, 700, 20_011])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_mixed_rows_equal_the_oracle_row_by_row(vocabulary, spread):

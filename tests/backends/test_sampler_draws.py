@@ -10,15 +10,6 @@ from cutaway.backends.torch.sampler import SamplingRows, noise, sample
 from cutaway.core.request import SamplingParams
 from sampling import oracle_kept, oracle_penalties
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # Noise
 
 

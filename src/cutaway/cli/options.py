@@ -67,6 +67,9 @@ BackendOption = Annotated[str, typer.Option("--backend", hidden=True, metavar="M
 MaxTokensOption = Annotated[
     int | None, typer.Option("--max-tokens", min=1, metavar="N", help="End an answer after so many tokens. Default: 512.")
 ]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time; more, more chance.")
+]
 TopPOption = Annotated[
     float, typer.Option("--top-p", metavar="P", help="Keep the smallest set of tokens whose probability reaches P.")
 ]

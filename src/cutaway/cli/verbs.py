@@ -99,9 +99,7 @@ def generate(
         bool, typer.Option("--raw", help="Go on from the text as it is, without the model's chat template.")
     ] = False,
     max_tokens: o.MaxTokensOption = None,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="0 takes the likeliest token each time; more, more chance.")
-    ] = 0.0,
+    temperature: o.TemperatureOption = 0.0,
     top_p: o.TopPOption = 1.0,
     top_k: o.TopKOption = 0,
     seed: o.SeedOption = None,
@@ -131,9 +129,7 @@ def generate(
 def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message: how the model is to answer.")] = None,
     max_tokens: o.MaxTokensOption = None,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="0 takes the likeliest token each time; more, more chance.")
-    ] = 0.6,
+    temperature: o.TemperatureOption = 0.6,
     top_p: o.TopPOption = 0.95,
     top_k: o.TopKOption = 0,
     seed: o.SeedOption = None,

@@ -162,6 +162,8 @@ class Front:
 
     def _short(self, text: str, param: str) -> str:
         """Refuses what cannot fit whatever its tokens are: encoding megabytes only to count them takes seconds."""
+        if len(text) < self.window:  # not to be refused here, however long the longest token is
+            return text
         least = len(text) // self.tokenizer.longest
         if least >= self.window:
             raise DoesNotFit(

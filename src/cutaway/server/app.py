@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cutaway.core.errors import BadRequest, CutawayError
+from cutaway.core.errors import BadRequest, CutawayError, shown
 from cutaway.core.request import Request as Sequence
 from cutaway.server import status
 from cutaway.server.answers import Answer, EventStream
@@ -105,8 +105,7 @@ async def _body(service: Service, http: Request, kind: type[B]) -> B:
 
 
 def _no_model(service: Service, name: str) -> BadRequest:
-    shown = name if len(name) <= 80 else name[:79] + "…"
-    message = f"there is no model {shown!r} here; this server has {service.front.model_name!r}"
+    message = f"there is no model {shown(name)} here; this server has {service.front.model_name!r}"
     return BadRequest(message, param="model", code="model_not_found", status=404)
 
 

@@ -19,11 +19,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
-from cutaway.core.errors import BadRequest, CutawayError, EngineDied
+from cutaway.core.errors import MAX_SHOWN, BadRequest, CutawayError, EngineDied
 
 log = logging.getLogger("cutaway.server")
-
-MAX_SHOWN = 80  # characters of a bad value that a message repeats
 
 
 class Unavailable(CutawayError):
