@@ -99,27 +99,39 @@ class Decoder:
             self.turns = torch.cat((self.turns, rotary_table(self.config, len(self.turns), 2 * len(self.turns))))
         return self.turns
 
+    def rotation(self, positions: Tensor, length: int) -> Tensor:
+        """Cosines and sines of positions [tokens], all below `length`, as `project` takes them."""
+        return self._turns(length).index_select(0, positions).unsqueeze(1)
+
+    def project(self, layer: Layer, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The layer up to its attention: x [tokens, hidden] -> q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
+        config = self.config
+        qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, config.head_dim)
+        qk, v = qkv.split_with_sizes((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (config.head_dim,), None, config.rms_eps) * layer.qk_norm
+        q, k = rotate(qk, turns).split_with_sizes((config.num_heads, config.num_kv_heads), 1)
+        return q, k, v
+
+    def finish(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer after its attention: x [tokens, hidden], attended [tokens, heads, head_dim] -> x of the next layer."""
+        x = layer.o.add(attended.reshape(len(x), -1), x)
+        gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, 1)
+        return layer.down.add(F.silu(gate).mul_(up), x)
+
     def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], attention: AttentionPart) -> Tensor:
         """One step: writes the tokens' keys and values, answers logits [sampled tokens, vocabulary] in the model's dtype."""
-        config = self.config
-        heads, both = config.num_heads, config.num_heads + config.num_kv_heads
         x = self.embedding(batch.token_ids)
-        turns = self._turns(int(batch.context_lens.max())).index_select(0, batch.positions).unsqueeze(1)
+        turns = self.rotation(batch.positions, int(batch.context_lens.max()))
         for layer, k_cache, v_cache in zip(self.layers, keys, values, strict=True):
-            qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, config.head_dim)
-            qk, v = qkv.split_with_sizes((both, config.num_kv_heads), 1)
-            if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (config.head_dim,), None, config.rms_eps) * layer.qk_norm
-            q, k = rotate(qk, turns).split_with_sizes((heads, config.num_kv_heads), 1)
+            q, k, v = self.project(layer, x, turns)
             attention.write_kv(k_cache, v_cache, k, v, batch.slots, **batch.extras)
             extras = {**batch.extras, "window": layer.window} if layer.window else batch.extras
             attended = attention.paged_attention(
                 q, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_starts,
                 scale=self.scale, **extras,
             )  # fmt: skip
-            x = layer.o.add(attended.reshape(len(x), -1), x)
-            gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, 1)
-            x = layer.down.add(F.silu(gate).mul_(up), x)
+            x = self.finish(layer, x, attended)
         return self.head(self.norm(x.index_select(0, batch.sampled)))
 
 
