@@ -107,7 +107,9 @@ class Lab:
         if got != want:
             raise Failed(probably or self.check.probably, f"{what}: yours {cut(got)}, expected {cut(want)}")
 
-    def raises(self, kind: type[BaseException], call: Callable[[], object], probably: str = "", naming: Iterable[object] = ()) -> None:
+    def raises(
+        self, kind: type[BaseException], call: Callable[[], object], probably: str = "", naming: Iterable[object] = ()
+    ) -> None:
         """Fails unless `call` raises `kind` with a message that holds each of `naming`."""
         try:
             got = call()
@@ -149,7 +151,9 @@ def check(*, probably: str, gate: str = "", unit: str = "", needs: Literal["", "
     def make(function: Callable[[Lab], None]) -> Check:
         claim = (function.__doc__ or "").strip().splitlines()[0].strip()
         if not claim or len(claim) > 40:
-            raise ValueError(f"{function.__name__}: the docstring's first line is the claim, in at most 40 characters: {claim!r}")
+            raise ValueError(
+                f"{function.__name__}: the docstring's first line is the claim, in at most 40 characters: {claim!r}"
+            )
         return Check(function.__name__, claim, function, probably, gate, unit, needs, seconds)
 
     return make

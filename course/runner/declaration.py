@@ -92,7 +92,15 @@ def claims_of(path: Path) -> list[Claim]:
             if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Name) and mark.func.id == "check":
                 given = {k.arg: _literal(k.value) for k in mark.keywords}
                 claim = (ast.get_docstring(node) or "").splitlines()
-                claims.append(Claim(node.name, claim[0] if claim else node.name, given.get("gate", ""), given.get("unit", ""), given.get("needs", "")))
+                claims.append(
+                    Claim(
+                        node.name,
+                        claim[0] if claim else node.name,
+                        given.get("gate", ""),
+                        given.get("unit", ""),
+                        given.get("needs", ""),
+                    )
+                )
     return claims
 
 

@@ -34,7 +34,9 @@ class Fault:
         """The wrong answer. Raises ValueError where an edit does not fit the answer any more."""
         for find, replace in self.edits:
             if source.count(find) != 1:
-                raise ValueError(f"stage {self.stage}, fault {self.name!r}: {find!r} occurs {source.count(find)} times in the answer")
+                raise ValueError(
+                    f"stage {self.stage}, fault {self.name!r}: {find!r} occurs {source.count(find)} times in the answer"
+                )
             source = source.replace(find, replace)
         return source
 

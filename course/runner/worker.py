@@ -1,7 +1,9 @@
 """Runs the checks of a stage in this process: `python course/runner/worker.py 6 --answers`.
 
-The runner starts this in a process of its own, because what it runs is somebody's unfinished work: it may loop for ever,
-take all memory, or end the process.
+The runner (`session.py`) starts this in a process of its own, because what it runs is somebody's unfinished work: it may loop
+for ever, take all memory, or end the process. With `--serve` the first line of stdin says what to run, and stdout is one JSON
+object a line: {"loading": job}, {"begin": name, "seconds": s}, {"result": {...}}, {"end": true}. What checked code prints goes
+to stderr. When stdin closes, whoever asked is gone, and this process ends.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ if __name__ == "__main__":  # as a script: the checkout is not installed
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # times are this process's CPU time: one thread makes them mean something
 
 import importlib.util
+import json
+import threading
 import time
 import traceback
-from collections.abc import Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
 
 from course.runner.checking import Check, Failed, Lab, NotMeasured, Result, checks_of
 from course.runner.declaration import ROOT, Stage, Track, stage
@@ -26,6 +32,9 @@ from course.runner.faults import Fault, answer_path, faults_of
 
 TRIES = 3  # of a check that a busy machine kept from a verdict
 NOT_WRITTEN = "this is not written yet"
+NOT_IMPORTED = "the file cannot be imported"
+NO_TRITON = "no triton here: it exists for Linux alone"
+SLOW = 2.0  # seconds; a check that took longer is not run again to see where it went
 
 
 def load(path: Path, name: str, source: str | None = None) -> ModuleType:
@@ -56,7 +65,28 @@ def where(error: BaseException, path: Path) -> str:
     return ""
 
 
+def last_line(check: Check, lab: Lab, path: Path) -> str:
+    """Where the last function of the file under test returned, before the check found its answer wrong: runs it again."""
+    last = ""
+
+    def watch(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal last
+        if event == "return" and frame.f_code.co_filename == str(path):
+            last = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+
+    sys.setprofile(watch)
+    try:
+        check.function(lab)
+    except Exception:
+        pass
+    finally:
+        sys.setprofile(None)
+    return last
+
+
 def device() -> str:
+    if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")):
+        return "cpu"  # said without loading torch, which half of the stages do without
     import torch
 
     return "cuda" if torch.cuda.is_available() and not os.environ.get("CUTAWAY_CPU") else "cpu"
@@ -67,7 +97,7 @@ def lacking(check: Check, on: str) -> str:
     if check.needs == "gpu" and on == "cpu":
         return "needs a GPU, and this machine has none"
     if check.needs == "triton" and importlib.util.find_spec("triton") is None:
-        return "no triton here: it exists for Linux alone"
+        return NO_TRITON
     return ""
 
 
@@ -92,8 +122,10 @@ def run_check(check: Check, stage_id: str, module: object, on: str, path: Path) 
         except Failed as failed:
             result.verdict, result.probably, result.reason = "failed", failed.probably, failed.detail
             result.where, result.traceback = where(failed, path), traceback.format_exc()
+            if not result.where and time.perf_counter() - began < SLOW:
+                result.where = last_line(check, Lab(stage_id, module, check, on), path)
             break
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             result.verdict, result.where, result.traceback = "failed", where(error, path), traceback.format_exc()
             if isinstance(error, NotImplementedError):
                 result.probably, result.reason = NOT_WRITTEN, ""
@@ -105,31 +137,84 @@ def run_check(check: Check, stage_id: str, module: object, on: str, path: Path) 
     return result
 
 
-def run_stage(stage: Stage, track: Track, origin: str, names: Iterable[str] = (), fault: Fault | None = None) -> Iterable[Result]:
+def run_stage(
+    stage: Stage, track: Track, origin: str, names: Iterable[str] = (), fault: Fault | None = None
+) -> Iterator[Result]:
     """The checks of a stage, or those whose name or claim holds one of `names`."""
     checks = checks_of(load(stage.checks_file(track), f"checks_{stage.name}_{track}"))
     wanted = [c for c in checks if not list(names) or any(n in c.name or n in c.claim for n in names)]
+    yield from run_checks(stage, track, origin, wanted, fault, lambda check: None)
+
+
+def run_checks(stage: Stage, track: Track, origin: str, checks: list[Check], fault: Fault | None,
+               begin: Callable[[Check], None]) -> Iterator[Result]:  # fmt: skip
+    """Each check's result. `begin` hears of each before it runs."""
     on = device()
+    if on == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it once, when the module under test imports it
     path = stage.file(track) if origin == "app" else answer_path(stage, track)
     try:
-        module: object = under_test(stage, track, origin, fault)
-    except Exception as error:
+        module = under_test(stage, track, origin, fault)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            for c in checks:
+                yield Result(stage.id, c.name, c.claim, "not measured", reason=NO_TRITON)
+            return
         line = getattr(error, "lineno", None)
         at = f"{path.relative_to(ROOT)}:{line}" if line else where(error, path)
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        for c in wanted:
-            yield Result(stage.id, c.name, c.claim, "failed", reason=why, probably="the file cannot be imported", where=at,
+        for c in checks:
+            yield Result(stage.id, c.name, c.claim, "failed", reason=why, probably=NOT_IMPORTED, where=at,
                          traceback=traceback.format_exc())  # fmt: skip
         return
-    for c in wanted:
+    for c in checks:
+        begin(c)
         yield run_check(c, stage.id, module, on, path)
+
+
+def leave_with_the_asker() -> None:
+    """Ends this process, and what it started, when stdin closes."""
+    asker = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def wait() -> None:
+        while os.read(asker, 4096):
+            pass
+        os.killpg(0, 9) if os.getpgid(0) == os.getpid() else os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def serve() -> NoReturn:
+    """Runs the jobs that one line of stdin names: {stage, track, origin, jobs: [{fault, names}]}."""
+    asked = json.loads(sys.stdin.readline())
+    leave_with_the_asker()
+    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what checked code prints is no part of the protocol
+
+    def say(**told: Any) -> None:
+        said.write(json.dumps(told) + "\n")
+        said.flush()
+
+    chosen, track = stage(asked["stage"]), asked["track"]
+    say(loading=-1)
+    checks = {c.name: c for c in checks_of(load(chosen.checks_file(track), f"checks_{chosen.name}_{track}"))}
+    planted = {f.name: f for f in faults_of(chosen, track)}
+    for job, work in enumerate(asked["jobs"]):
+        say(loading=job)
+        wanted = [checks[n] for n in work["names"]]
+        fault = planted[work["fault"]] if work["fault"] else None
+        for result in run_checks(chosen, track, asked["origin"], wanted, fault, lambda c: say(begin=c.name, seconds=c.seconds)):
+            say(result=asdict(result))
+    say(end=True)
+    sys.stdout.flush()
+    os._exit(0)  # threads that checked code left behind do not keep anybody waiting
 
 
 def main(arguments: list[str]) -> int:
     """For those who write checks: `worker.py STAGE [--answers] [--faults] [name ...]`. --faults prints which checks fail."""
-    import torch
-
-    torch.set_num_threads(1)
+    if arguments == ["--serve"]:
+        serve()
     flags = {a for a in arguments if a.startswith("--")}
     which, *names = [a for a in arguments if not a.startswith("--")]
     chosen = stage(which)
@@ -141,7 +226,9 @@ def main(arguments: list[str]) -> int:
     bad = 0
     for r in run_stage(chosen, "torch", "answers" if "--answers" in flags else "app", names):
         numbers = ", ".join(f"{m.value:.6g}{m.unit and ' ' + m.unit} [{m.gate}]" for m in r.measures)
-        print(f"{r.verdict:12} {r.seconds:6.2f} s  {r.claim:40} {numbers} {r.probably and 'probably: ' + r.probably} {r.reason} {r.where}")
+        print(
+            f"{r.verdict:12} {r.seconds:6.2f} s  {r.claim:40} {numbers} {r.probably and 'probably: ' + r.probably} {r.reason} {r.where}"
+        )
         if "--traceback" in flags and r.traceback:
             print(r.traceback)
         bad += r.verdict == "failed"

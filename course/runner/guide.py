@@ -1,0 +1,147 @@
+"""`./vc guide`: how the last stage broke, what to build, where, and how you will know."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+
+from course.runner.arguments import Parser, stage_here
+from course.runner.declaration import Claim, Stage, Track
+from course.runner.ledger_values import fill, latest
+from course.runner.progress import load
+from course.runner.terminal import WIDTH, Screen, must
+
+LABEL = 16
+NEEDS = {"gpu": ", needs a GPU", "triton": "", "": ""}
+
+
+def main(arguments: list[str]) -> int:
+    parser = Parser("guide", "What a stage is about and what to build: of the one you are at, or of stage n.")
+    parser.add_argument("stage", nargs="?", metavar="n")
+    progress = load()
+    show(Screen(), stage_here(parser.parse_args(arguments).stage, progress.track, progress), progress.track)
+    return 0
+
+
+def show(screen: Screen, stage: Stage, track: Track) -> None:
+    many = len(stage.claims(track))
+    title = f"{stage.id}  {stage.title}"
+    right = f"{screen.stars(stage.stars)}   {many} checks"
+    screen.say(screen.bold(title) + " " * max(2, WIDTH - screen.length(title) - screen.length(right)) + right)
+    sections = _sections(stage)
+    for heading, body in sections[:2]:
+        _section(screen, heading, body)
+    screen.say()
+    for label, text in _facts(stage, track):
+        lines = textwrap.wrap(text, WIDTH - LABEL, break_on_hyphens=False) or [""]
+        screen.say(screen.bold(f"{label:<{LABEL}}") + lines[0])
+        for line in lines[1:]:
+            screen.say(" " * LABEL + line)
+    _claims(screen, stage, stage.claims(track))
+    for heading, body in sections[2:]:
+        _section(screen, heading, body)
+    number = stage.id.lstrip("0")
+    screen.next(f"edit app/{stage.file(track).name}", f", then {screen.bold(f'./vc test {number}')}")
+
+
+def _sections(stage: Stage) -> list[tuple[str, str]]:
+    """Headings and bodies of guide.md, with the ledger's numbers."""
+    path = stage.folder / "guide.md"
+    if not path.is_file():
+        return [("What to build", stage.deliver)] if stage.deliver else []
+    rows, told = latest()
+    found: list[tuple[str, str]] = []
+    for part in re.split(r"^## +", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        heading, _, body = part.partition("\n")
+        body, numbers = fill(body, rows)
+        if numbers:
+            body += f"\n\n<dim>{told[:1].upper()}{told[1:]}." if told else "\n\n<dim>A ? is a number that ./vc ledger measures."
+        found.append((heading.strip(), body))
+    return found
+
+
+def _section(screen: Screen, heading: str, body: str) -> None:
+    screen.say()
+    screen.say(screen.bold(heading))
+    fenced = False
+    for n, block in enumerate(re.split(r"\n\s*\n", body.strip("\n"))):
+        if n:
+            screen.say()
+        lines = block.splitlines()
+        if fenced or any(line.lstrip().startswith("```") for line in lines):
+            for line in lines:
+                if line.lstrip().startswith("```"):
+                    fenced = not fenced
+                else:
+                    screen.say(f"      {line}")
+        elif block.startswith("<dim>"):
+            screen.paragraph(block.removeprefix("<dim>"), style="dim")
+        elif lines and re.match(r"\s*([-*]|\d+[.)]) ", lines[0]):
+            _items(screen, lines)
+        elif lines and (lines[0].startswith("    ") or lines[0].lstrip().startswith("|")):
+            for line in lines:
+                screen.say(f"  {line}")
+        else:
+            screen.paragraph(_inline(block))
+
+
+def _items(screen: Screen, lines: list[str]) -> None:
+    items: list[str] = []
+    for line in lines:
+        if re.match(r"\s*([-*]|\d+[.)]) ", line) or not items:
+            items.append(line.strip())
+        else:
+            items[-1] += " " + line.strip()
+    for item in items:
+        sign, _, text = item.partition(" ")
+        lead = f"  {'-' if sign in '-*' else sign} "
+        for line in textwrap.wrap(_inline(text), WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead),
+                                  break_on_hyphens=False):  # fmt: skip
+            screen.say(line)
+
+
+def _inline(text: str) -> str:
+    return re.sub(r"\*\*(.+?)\*\*", r"\1", text.replace("`", ""), flags=re.DOTALL)
+
+
+def _facts(stage: Stage, track: Track) -> list[tuple[str, str]]:
+    path = stage.file(track)
+    names = ", ".join(public_names(path))
+    answer = stage.answers[track]
+    if stage.part:
+        home = f"{engine_file(stage, track)}; once banked, your file plays its part in ./vc serve"
+    elif answer.startswith("src/"):
+        home = answer.removeprefix("src/cutaway/")
+    else:
+        home = "nowhere any more: this is a stage of history; ./vc peek shows an answer"
+    facts = [("The file", f"app/{path.name}" + (f"   {names}" if names else "")), ("In the engine", home)]
+    return [*facts, ("In the book", f"chapter {stage.chapter}, not in this version yet")]
+
+
+def engine_file(stage: Stage, track: Track) -> str:
+    """Where the engine's own part of a stage is, under src/cutaway."""
+    answer = stage.answers[track]
+    if answer.startswith("src/"):
+        return answer.removeprefix("src/cutaway/")
+    return f"backends/{track}/{stage.part}.py"
+
+
+def public_names(path: Path) -> list[str]:
+    """Classes and functions at the top of a file."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [n.name for n in tree.body if isinstance(n, kinds) and not n.name.startswith("_")]
+
+
+def _claims(screen: Screen, stage: Stage, claims: list[Claim]) -> None:
+    screen.say()
+    screen.say(screen.bold("How you will know"))
+    for c in sorted(claims, key=lambda c: c.name != stage.number):
+        gate = must(c.gate, c.unit) if c.gate else ""
+        text = f"  {c.claim:<41} {screen.dim(gate + NEEDS[c.needs] if gate else NEEDS[c.needs].removeprefix(', '))}"
+        screen.say(screen.bold(text[:43]) + text[43:] if c.name == stage.number else text)

@@ -1,0 +1,255 @@
+"""What a run of a stage's checks says to a person. `show(screen, run)` on green, on red, on what was not measured."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from dataclasses import dataclass, field
+
+from course.runner.checking import Measure, Result
+from course.runner.declaration import ROOT, Stage, Track
+from course.runner.progress import Progress, better
+from course.runner.terminal import WIDTH, Screen, figure, gate_of, must
+from course.runner.worker import NOT_IMPORTED, NOT_WRITTEN
+
+SHOWN = 6  # checks that a green run lists without -v
+TOLD = 4  # failures that are told in full without -v
+CLAIM, MEASURED, GATE, BEFORE = 4, 58, 69, 78  # columns: where the claim begins, where the others end
+
+
+@dataclass
+class Run:
+    """A run of a stage's checks. before: the best of each number (check, name) ahead of this run."""
+
+    stage: Stage
+    track: Track
+    origin: str  # "app" or "answers"
+    results: list[Result] = field(default_factory=list)
+    seconds: float = 0.0
+    gpu: bool = False
+    names: tuple[str, ...] = ()  # what -k chose; () is all
+    before: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def of(self, verdict: str) -> list[Result]:
+        return [r for r in self.results if r.verdict == verdict]
+
+    @property
+    def file(self) -> str:
+        """The file under test, from the root."""
+        path = self.stage.file(self.track) if self.origin == "app" else ROOT / self.stage.answers[self.track]
+        return str(path.relative_to(ROOT))
+
+    def number(self) -> tuple[Result, Measure] | None:
+        """The stage's leading figure, if this run measured it."""
+        for r in self.results:
+            if r.name == self.stage.number and r.measures:
+                return r, headline(r)
+        return None
+
+    def remember(self, progress: Progress) -> None:
+        for r in self.results:
+            for m in r.measures:
+                if (best := progress.best(self.stage, self.track, r.name, m)) is not None:
+                    self.before[r.name, m.name] = best
+
+
+def headline(result: Result) -> Measure:
+    """The number that stands beside a check's claim: its own, else the last one measured, which is where a failure stopped."""
+    own = [m for m in result.measures if m.name == result.claim]
+    return own[-1] if own else result.measures[-1]
+
+
+def tested_as(run: Run) -> str:
+    what = "the reference answer, " if run.origin == "answers" else ""
+    where = "GPU" if run.gpu else "CPU"
+    return f"{what}{'shared' if run.stage.shared else run.track}, {where}"
+
+
+def totals(results: list[Result]) -> str:
+    count = {v: sum(r.verdict == v for r in results) for v in ("passed", "failed", "not measured")}
+    return ", ".join(f"{many} {verdict}" for verdict, many in count.items())
+
+
+def heading(screen: Screen, run: Run) -> None:
+    title = f"{run.stage.id}  {run.stage.title}"
+    gap = " " * max(2, WIDTH - screen.length(title) - len(tested_as(run)))
+    screen.say(screen.bold(title) + gap + screen.dim(tested_as(run)))
+    screen.say()
+
+
+def row(screen: Screen, run: Run, result: Result, measure: Measure | None, claim: str, mark: str) -> None:
+    """One line of the table."""
+    measured = figure(measure.value, measure.unit, measure.gate) if measure else ""
+    gate = gate_of(measure.gate, measure.unit) if measure else ""
+    if result.verdict == "not measured":
+        measured, gate = "not measured", next((c.gate for c in run.stage.claims(run.track) if c.name == result.name), "")
+    best = run.before.get((result.name, measure.name)) if measure and measure.gate[:1] in ("<", ">") else None
+    before = figure(best, "", measure.gate) if measure and best is not None else ""
+    left = f"  {mark}{claim}"
+    if screen.length(left) + 2 + len(measured) > MEASURED and screen.length(left) + 2 + len(measured) + 2 + len(gate) > GATE:
+        screen.say(left)
+        left = ""
+    line = screen.pad(left, max(MEASURED - len(measured), screen.length(left) + 2 * bool(measured)))
+    line += screen.bold(measured) if measure else screen.dim(measured)
+    gap = max(GATE - screen.length(line) - len(gate), 2)
+    if gate or before:
+        line += " " * gap + screen.dim(gate)
+    if before and screen.length(line) + 2 + len(before) <= BEFORE:
+        line += screen.dim(screen.pad(before, BEFORE - screen.length(line), right=True))
+    screen.say(line)
+
+
+def table(screen: Screen, run: Run, shown: list[Result], verbose: bool) -> None:
+    if any(r.measures or r.verdict == "not measured" for r in shown):
+        before = "before".rjust(BEFORE - GATE) if run.before else ""
+        screen.say(screen.dim("measured".rjust(MEASURED) + "gate".rjust(GATE - MEASURED) + before))
+    for r in shown:
+        main = headline(r) if r.measures and r.verdict == "passed" else None
+        row(screen, run, r, main, r.claim, screen.mark(r.verdict))
+        for m in r.measures if verbose and main is not None else ():
+            if m is not main and m.name != r.claim:
+                row(screen, run, r, m, f"  {m.name}", " " * screen.mark_width)
+
+
+def choose(run: Run) -> list[Result]:
+    """What a run without failures lists: the stage's number, what was not measured, then numbers, then the rest; in file order."""
+    first = [r for r in run.results if r.name == run.stage.number]
+    rest = sorted((r for r in run.results if r not in first), key=lambda r: (r.verdict == "passed", not r.measures))
+    return (first + rest)[: max(SHOWN, len(first) + len(run.of("not measured")))]
+
+
+def show(screen: Screen, run: Run, verbose: bool = False, traceback: bool = False) -> None:
+    heading(screen, run)
+    failed = run.of("failed")
+    if failed and not verbose:
+        _failures(screen, run, failed, traceback, verbose)
+    else:
+        shown = run.results if verbose or len(run.results) <= SHOWN + 1 else choose(run)
+        table(screen, run, [r for r in shown if r.verdict != "failed"], verbose)
+        if left := len(run.results) - len(shown):
+            text = f"{'…':<{screen.mark_width}}{left} more passed"
+            screen.ends(f"  {text}", screen.dim(f"./vc test {_short(run)} -v shows them"))
+        screen.say()
+        if failed:
+            _failures(screen, run, failed, traceback, verbose)
+    screen.ends(totals(run.results), screen.dim(f"{run.seconds:.1f} s"))
+    if not failed:
+        _number(screen, run)
+    _not_measured(screen, run)
+
+
+def _short(run: Run) -> str:
+    return run.stage.id.lstrip("0")
+
+
+def _failures(screen: Screen, run: Run, failed: list[Result], traceback: bool, verbose: bool) -> None:
+    unwritten = [r for r in failed if r.probably == NOT_WRITTEN]
+    rest = [r for r in failed if r.probably != NOT_WRITTEN]
+    if rest and all(r.probably == NOT_IMPORTED for r in rest):
+        screen.say(f"{screen.mark('failed')}{screen.paint(f'{run.file} cannot be imported', 31)}")
+        screen.paragraph(rest[0].reason)
+        _source(screen, rest[0].where)
+        if traceback:
+            _traceback(screen, rest[0])
+        screen.say()
+        return
+    for r in rest if verbose else rest[:TOLD]:
+        _failure(screen, run, r, traceback)
+    if not verbose and len(rest) > TOLD:
+        names = ", ".join(r.claim for r in rest[TOLD:])
+        screen.say(f"{screen.mark('failed')}and {len(rest) - TOLD} more")
+        screen.paragraph(names, style="dim")
+        screen.say()
+    if unwritten:
+        _unwritten(screen, run, unwritten)
+
+
+def _unwritten(screen: Screen, run: Run, results: list[Result]) -> None:
+    """One message for all checks that came to a body that is still to be written."""
+    many = len(results)
+    if many == len(run.results) and many > 1:
+        screen.say(f"{screen.mark('failed')}Nothing of {run.file} is written yet: {many} checks wait for it.")
+    else:
+        screen.say(f"{screen.mark('failed')}{many} check{'s' * (many > 1)} came to what is not written yet:")
+    lines: dict[str, int] = {}
+    for r in results:
+        lines[r.where] = lines.get(r.where, 0) + 1
+    for where, count in sorted(lines.items(), key=lambda at: int(at[0].rpartition(":")[2] or 0)):
+        if where:
+            screen.say(
+                f"  {screen.pad(_enclosing(where), 44)}  {screen.dim(where)}{screen.dim(f'  ({count})') if len(lines) > 1 else ''}"
+            )
+    screen.say()
+
+
+def _enclosing(where: str) -> str:
+    """Class.function that holds a line."""
+    name, _, line = where.rpartition(":")
+    names: list[tuple[int, str]] = []
+    for text in linecache.getlines(str(ROOT / name))[: int(line)]:
+        if match := re.match(r"( *)(?:async )?(?:def|class) (\w+)", text):
+            indent = len(match[1])
+            names = [n for n in names if n[0] < indent] + [(indent, match[2])]
+    return ".".join(n for _, n in names)
+
+
+def _failure(screen: Screen, run: Run, r: Result, traceback: bool) -> None:
+    screen.say(f"{screen.mark('failed')}{screen.paint(r.claim, 31)}")
+    if r.measures and (m := headline(r)).gate and not r.reason.startswith(f"{type(r).__name__}:"):
+        name = "" if m.name == r.claim else f"{m.name}: "
+        screen.say(f"  {name}measured {screen.bold(figure(m.value, m.unit, m.gate))}, must be {must(m.gate, m.unit)}")
+    screen.say()
+    if r.probably:
+        screen.paragraph(f"Probably: {r.probably.rstrip('.')}.")
+    if r.where:
+        screen.say(f"  Look at {r.where}, in {_enclosing(r.where) or 'the file itself'}:")
+        _source(screen, r.where, quiet=True)
+    if r.reason:
+        screen.say()
+        screen.paragraph(r.reason)
+    if traceback and r.traceback:
+        _traceback(screen, r)
+    screen.say()
+
+
+def _source(screen: Screen, where: str, quiet: bool = False) -> None:
+    name, _, line = where.rpartition(":")
+    if not name:
+        return
+    if not quiet:
+        screen.say(f"  {where}")
+    text = linecache.getline(str(ROOT / name), int(line)).strip()
+    if text:
+        screen.say(screen.dim(f"      {text[: WIDTH - 6]}"))
+
+
+def _traceback(screen: Screen, r: Result) -> None:
+    screen.say()
+    for line in r.traceback.rstrip().splitlines():
+        screen.say(f"  {line}")
+
+
+def _number(screen: Screen, run: Run) -> None:
+    """The stage's leading figure, against what it is compared with and against the learner's best."""
+    if (found := run.number()) is None or found[0].verdict != "passed":
+        return
+    r, m = found
+    said = f"{r.claim}: {figure(m.value, m.unit, m.gate)}"
+    if m.baseline is not None:
+        said += f", compared with {figure(m.baseline, m.unit, m.gate)}"
+    old = run.before.get((r.name, m.name))
+    if old is not None and m.gate[:1] in ("<", ">"):
+        change = figure(abs(m.value - old), m.unit, re.sub(r"^\S+ ", "> ", m.gate))
+        if m.value == old:
+            said += ". As good as your best"
+        else:
+            said += f". {change} {'better than' if better(m, old) else 'short of'} your best"
+    screen.paragraph(said + ".", indent="")
+
+
+def _not_measured(screen: Screen, run: Run) -> None:
+    groups: dict[str, int] = {}
+    for r in run.of("not measured"):
+        groups[r.reason] = groups.get(r.reason, 0) + 1
+    for reason, many in groups.items():
+        screen.paragraph(f"Not measured, {many} of {len(run.results)}: {reason}.", indent="")

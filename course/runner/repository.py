@@ -1,0 +1,141 @@
+"""git, as far as the ladder needs it: one commit of app/ alone with a trailer, and the trailers of old ones.
+
+Whatever keeps git from committing is one line, and costs no progress.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from course.runner.declaration import ROOT
+
+KEY = "Cutaway-Stage"
+BUSY = {"MERGE_HEAD": "a merge", "CHERRY_PICK_HEAD": "a cherry-pick", "REVERT_HEAD": "a revert",
+        "rebase-merge": "a rebase", "rebase-apply": "a rebase"}  # fmt: skip
+IDENTITY = 'no name and e-mail are set for git: git config user.name "Your Name"\n    git config user.email you@example.com'
+
+
+class NoCommit(Exception):
+    """Its text says why there is none, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Banked:
+    """What a trailer tells: stage id, track, when, and by which commit."""
+
+    stage: str
+    track: str
+    at: float
+    commit: str
+
+
+def git(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs git in the checkout, whatever repository the caller's environment points to."""
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("GIT_") or k.startswith(("GIT_AUTHOR", "GIT_COMMITTER", "GIT_SSH", "GIT_CONFIG"))
+    }
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, env=environment | {"LC_ALL": "C.UTF-8", "GIT_LITERAL_PATHSPECS": "1"}, capture_output=True, text=True,
+        errors="replace", check=False, **({"input": text} if text is not None else {"stdin": subprocess.DEVNULL}),
+    )  # fmt: skip
+
+
+def check_repository() -> Path:
+    """The git directory. Raises NoCommit where there is none of this checkout's own."""
+    if shutil.which("git") is None:
+        raise NoCommit("there is no git here, so nothing is committed")
+    found = git("rev-parse", "--show-toplevel", "--absolute-git-dir")
+    if found.returncode:
+        if "dubious ownership" in found.stderr:
+            raise NoCommit(f"git does not trust this folder's owner: git config --global --add safe.directory {ROOT}")
+        raise NoCommit("this is not a git repository, so nothing is committed: git init makes it one")
+    top, folder = found.stdout.splitlines()[:2]
+    if Path(top).resolve() != ROOT:
+        raise NoCommit(f"this folder is part of another repository ({top}), so nothing is committed")
+    return Path(folder)
+
+
+def commit(subject: str, value: str) -> str:
+    """Commits the files under app/, nothing else that is staged or changed; an empty commit where they are unchanged. Answers
+    the commit's id. Raises NoCommit."""
+    folder = check_repository()
+    for name, what in BUSY.items():
+        if (folder / name).exists():
+            raise NoCommit(f"{what} is in progress: finish it, then ./vc submit again")
+    for attempt in range(8):
+        done = _commit(f"{subject}\n\n{KEY}: {value}\n")
+        if done.returncode == 0:
+            return git("rev-parse", "HEAD").stdout.strip()
+        if "index.lock" not in done.stderr:
+            break
+        time.sleep(0.25 if attempt < 7 else 0)
+    raise NoCommit(_why(done.stderr + "\n" + done.stdout, folder))
+
+
+def _commit(message: str) -> subprocess.CompletedProcess[str]:
+    new = git("add", "--intent-to-add", "--", "app")  # files that git has not seen yet belong to the commit as well
+    if new.returncode:
+        return new
+    if not git("ls-files", "--", "app").stdout:
+        return git("commit", "--allow-empty", "--only", "--file", "-", text=message)
+    return git("commit", "--allow-empty", "--only", "--file", "-", "--", "app", text=message)
+
+
+def _why(said: str, folder: Path) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if "index.lock" in said:
+        return f"another git is at work, or one died: if none runs, delete {folder / 'index.lock'}"
+    if (
+        "tell me who you are" in said
+        or "empty ident" in said
+        or "unable to auto-detect email" in said
+        or "no email was given" in said
+    ):
+        return IDENTITY
+    if "failed to sign" in said or "gpg" in said.lower() or "signing" in said:
+        return f"git could not sign the commit: {_last(lines, r'sign|gpg|ssh')}"
+    if "read-only" in said.lower() or "permission denied" in said.lower():
+        return f"git cannot write: {_last(lines, r'read-only|denied')}"
+    hooks = [h for h in ("pre-commit", "prepare-commit-msg", "commit-msg") if _hook(h)]
+    if hooks and not any(line.startswith("fatal:") for line in lines):
+        return f"a hook of yours refused the commit ({', '.join(hooks)}): {lines[-1] if lines else 'it says nothing'}"
+    return f"git would not commit: {_last(lines, r'fatal|error')}"
+
+
+def _hook(name: str) -> bool:
+    path = git("rev-parse", "--git-path", f"hooks/{name}").stdout.strip()
+    return os.access(ROOT / path, os.X_OK)
+
+
+def _last(lines: list[str], pattern: str) -> str:
+    return next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), lines[-1] if lines else "it says nothing")
+
+
+def banked() -> list[Banked]:
+    """What the trailers of this branch tell, the newest of each stage and track. Raises NoCommit."""
+    check_repository()
+    if git("rev-parse", "--verify", "--quiet", "HEAD").returncode:
+        return []
+    log = git("log", f"--format=%H %ct %(trailers:key={KEY},valueonly,separator=%x2C)", f"--grep=^{KEY}:", "HEAD")
+    if log.returncode:
+        raise NoCommit(f"git cannot read the history: {log.stderr.strip().splitlines()[-1] if log.stderr.strip() else ''}")
+    found: dict[tuple[str, str], Banked] = {}
+    for line in log.stdout.splitlines():
+        commit_id, _, rest = line.partition(" ")
+        at, _, values = rest.partition(" ")
+        for value in values.split(","):
+            if (match := re.fullmatch(r"\s*(\d\d) (torch|jax)\s*", value)) and at.isdigit():
+                found.setdefault((match[1], match[2]), Banked(match[1], match[2], float(at), commit_id))
+    return list(found.values())
+
+
+def is_shallow() -> bool:
+    return git("rev-parse", "--is-shallow-repository").stdout.strip() == "true"
