@@ -82,6 +82,7 @@ class Scenario:
     delay: int = 0
     cache: bool = True
     whole: bool = False  # stage 10's split instead of stage 11's
+    swap: bool = False
 
 
 def make_engine(scenario: Scenario) -> Engine:
@@ -91,7 +92,8 @@ def make_engine(scenario: Scenario) -> Engine:
         backend.limits = Limits(
             scenario.limits.rows, scenario.limits.budget, 10**6, scenario.limits.window, scenario.limits.block_size
         )
-    engine = Engine(backend, Parts(), scenario.limits, prefix_cache=scenario.cache, depth=scenario.depth)
+    engine = Engine(backend, Parts(), scenario.limits, prefix_cache=scenario.cache, depth=scenario.depth,
+                    preemption="swap" if scenario.swap else "recompute")  # fmt: skip
     if scenario.whole:
         engine.scheduler = Scheduler(engine.cache, scenario.limits)
     return engine
@@ -165,6 +167,7 @@ def run(s: Scenario) -> Engine:
     assert stats.free + stats.cached == s.num_blocks - 1
     assert s.cache or not stats.cached
     assert sorted(engine._free_slots) == list(range(s.limits.rows))
+    assert engine._swap is None or not engine._swap.held, "copies of requests that are gone"
     check_preemptions(s, requests)
     return engine
 

@@ -44,7 +44,7 @@ def a_job(rng: random.Random, size: int, pool: int) -> Job:
     )
 
 
-def a_scenario(rng: random.Random, depth: int, jobs: int) -> Scenario:
+def a_scenario(rng: random.Random, depth: int, jobs: int, swap: float = 0.5) -> Scenario:
     size = rng.choice([2, 4, 4, 16])
     pool = rng.randint(2, 10)
     limits = Limits(
@@ -62,6 +62,7 @@ def a_scenario(rng: random.Random, depth: int, jobs: int) -> Scenario:
         delay=rng.randint(0, depth + 1),
         cache=rng.random() < 0.75,
         whole=rng.random() < 0.15,
+        swap=rng.random() < swap,
     )
 
 
@@ -70,3 +71,10 @@ def a_scenario(rng: random.Random, depth: int, jobs: int) -> Scenario:
 @given(seed=st.integers(0, 2**32), jobs=st.integers(1, 9))
 def test_random_traces(depth: int, seed: int, jobs: int) -> None:
     run(a_scenario(random.Random(seed), depth, jobs))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_traces_that_swap(depth: int) -> None:
+    """Chunked and whole, cached and not, with aborts in every state; what comes back from the host is right to the bit."""
+    stats = [run(a_scenario(random.Random(seed), depth, 6, swap=1.0)).stats() for seed in range(400)]
+    assert sum(s.swapped_in for s in stats) > 100

@@ -103,12 +103,18 @@ class FakeBackend:
         return self._results.pop(ticket.step)
 
     def export_blocks(self, ids: Sequence[int]) -> Blocks:
+        self._catch_up()
         pool = self._kv.reshape(self._spec.num_blocks, self._spec.block_size)
         return Blocks(pool[list(ids)].view(np.uint8).copy())
 
     def import_blocks(self, ids: Sequence[int], blocks: Blocks) -> None:
+        self._catch_up()
         pool = self._kv.reshape(self._spec.num_blocks, self._spec.block_size)
         pool[list(ids)] = blocks.data.view(np.uint64)
+
+    def _catch_up(self) -> None:
+        while self._queue:
+            self._compute_oldest()
 
     def _compute_oldest(self) -> None:
         ticket, plan = self._queue.popleft()

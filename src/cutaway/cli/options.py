@@ -58,10 +58,26 @@ PartOption = Annotated[
         help="A file of your own that plays a part of the engine (blocks, scheduler, sampler, ...). May be given again.",
     ),
 ]
+ShadowOption = Annotated[
+    list[str],
+    typer.Option(
+        "--shadow",
+        metavar="NAME=FILE",
+        help="A file of your own that runs beside the engine's own part, on the same calls, until it decides something else:"
+        " then both are shown. What is served is the engine's. May be given again.",
+    ),
+]
 NO_TORCH = "the torch backend needs torch, which is not installed: pip install '.[torch]' in a checkout, or pip install torch"
 MaxNumSeqsOption = Annotated[
     int,
     typer.Option(min=1, max=4096, metavar="N", help="Most requests that run at once, a row each of every step; others wait."),
+]
+PreemptionOption = Annotated[
+    Literal["recompute", "swap"],
+    typer.Option(
+        "--preemption",
+        help="How a request that gave its blocks back goes on: it computes them again, or has a copy of them kept on the host.",
+    ),
 ]
 BackendOption = Annotated[str, typer.Option("--backend", hidden=True, metavar="MODULE:FUNCTION")]
 MaxTokensOption = Annotated[
@@ -79,7 +95,7 @@ SeedOption = Annotated[
 ]
 
 
-def parts_of(given: Sequence[str]) -> dict[str, str]:
+def parts_of(given: Sequence[str], option: str = "--part") -> dict[str, str]:
     """NAME=FILE options as a mapping. Raises CutawayError for a name that is no part, or a file that is not there."""
     from cutaway.engine.parts import PARTS
 
@@ -87,24 +103,27 @@ def parts_of(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         name, equals, source = text.partition("=")
         if not equals or not source:
-            raise CutawayError(f"--part takes NAME=FILE, got {text!r}; the parts are {', '.join(PARTS)}")
+            raise CutawayError(f"{option} takes NAME=FILE, got {text!r}; the parts are {', '.join(PARTS)}")
         if name not in PARTS:
-            raise CutawayError(f"--part {text}: there is no part called {name!r}; the parts are {', '.join(PARTS)}")
+            raise CutawayError(f"{option} {text}: there is no part called {name!r}; the parts are {', '.join(PARTS)}")
         if name in chosen:
-            raise CutawayError(f"--part names {name} twice")
+            raise CutawayError(f"{option} names {name} twice")
         if source.endswith(".py") or "/" in source:
             if not Path(source).is_file():
-                raise CutawayError(f"--part {text}: no such file: {source}")
+                raise CutawayError(f"{option} {text}: no such file: {source}")
             if not source.endswith(".py"):
-                raise CutawayError(f"--part {text}: {source} is not a .py file")
+                raise CutawayError(f"{option} {text}: {source} is not a .py file")
             source = str(Path(source).resolve())
         chosen[name] = source
     return chosen
 
 
 def config_from(**given: Any) -> EngineConfig:
-    """An EngineConfig from options. `part` is the list of NAME=FILE; raises CutawayError where it cannot run at all."""
+    """An EngineConfig from options. `part` and `shadow` are lists of NAME=FILE. Raises CutawayError where it cannot run."""
     given["parts"] = parts_of(given.pop("part", ()))
+    given["shadow"] = parts_of(given.pop("shadow", ()), "--shadow")
+    if both := given["parts"].keys() & given["shadow"].keys():
+        raise CutawayError(f"--shadow {both.pop()}: a shadow runs beside the engine's own part, so --part cannot replace that")
     trace: str | None = given.get("trace")
     if trace is not None and (not trace or Path(trace).is_dir()):
         raise CutawayError(f"--trace {trace!r}: give the name of a file to write to")

@@ -59,6 +59,7 @@ def serve(
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its start, also where another had the same.")
     ] = False,
+    preemption: o.PreemptionOption = o.DEFAULTS.preemption,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -72,6 +73,7 @@ def serve(
         typer.Option(metavar="FILE", help="Write what each step decided, one line of JSON a step; `diff-trace` compares two."),
     ] = None,
     part: o.PartOption = [],  # noqa: B006  # Typer reads it, nobody writes it
+    shadow: o.ShadowOption = [],  # noqa: B006
     backend: o.BackendOption = o.DEFAULTS.backend,
 ) -> None:
     """An OpenAI-compatible server, with a page at / to try it.
@@ -82,8 +84,8 @@ def serve(
         raise CutawayError("--api-key must not be empty; leave it out to let everybody ask")
     config = o.config_from(
         model=model, dtype=dtype, max_model_len=max_model_len, kv_blocks=kv_blocks, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, prefix_cache=not no_prefix_cache, trace=trace, part=part,
-        backend=backend,
+        max_num_batched_tokens=max_num_batched_tokens, prefix_cache=not no_prefix_cache, preemption=preemption,
+        trace=trace, part=part, shadow=shadow, backend=backend,
     )  # fmt: skip
     from cutaway.server.serve import serve as run
 
@@ -107,6 +109,7 @@ def generate(
     dtype: o.DtypeOption = o.DEFAULTS.dtype,
     max_model_len: o.MaxModelLenOption = None,
     part: o.PartOption = [],  # noqa: B006
+    shadow: o.ShadowOption = [],  # noqa: B006
     backend: o.BackendOption = o.DEFAULTS.backend,
 ) -> None:
     """One answer, to standard output.
@@ -120,7 +123,8 @@ def generate(
 
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     config = o.config_from(
-        model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1, part=part, backend=backend
+        model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1, part=part, shadow=shadow,
+        backend=backend,
     )  # fmt: skip
     run(config, prompt, params, max_tokens=max_tokens, raw=raw)
 

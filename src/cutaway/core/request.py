@@ -143,6 +143,7 @@ class Request:
     num_cached: int = 0  # prompt tokens taken from the prefix cache at the last admission
     num_published: int = 0  # blocks of the table already offered to the prefix cache
     preemptions: int = 0
+    kept: int = 0  # tokens whose keys and values the engine holds on the host for its return; 0: it has to recompute
     arrived: float = 0.0  # when the engine took it, seconds of its monotonic clock
     queue_seconds: float | None = None  # from then to its first step
     finish_reason: FinishReason | None = None

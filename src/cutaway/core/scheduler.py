@@ -4,7 +4,7 @@ A request *catches up*: of its known tokens (in-flight ones included) some are c
 of it, decode and recomputation after a preemption are one thing with other numbers (vLLM V1). `computed` advances when a step
 is scheduled, so that steps can be scheduled before earlier ones have answered; `apply` brings what came of them. Running rows
 come first, then the head of the queue. When memory runs out, the row admitted last gives its blocks back and waits at the
-head of the queue with its tokens.
+head of the queue with its tokens. Keys and values that the engine has kept for it (`kept`) it does not compute again.
 
 Invariants: running, then waiting, is the order of arrival, so the oldest request is never preempted for another, and each in
 turn becomes the oldest: all finish. A row is preempted only where it or an older one crosses into a new block, so at most as
@@ -182,7 +182,7 @@ class Scheduler:
         table, size = _table(request), self._limits.block_size
         hits = self._cache.lookup(request.hashes[: (request.known - 1) // size])  # one token is left to compute
         table.extend(hits)
-        request.computed = len(hits) * size
+        request.computed = max(len(hits) * size, min(request.kept, request.known - 1))
         tokens = self._split([request.pending], budget, self._limits.chunk)[0]
         missing = table.missing(min(request.known + 1, request.max_total - 1))
         if not tokens or missing > self._cache.num_free:
@@ -191,7 +191,7 @@ class Scheduler:
         self.running.append(self.waiting.popleft())
         step.admitted.append(request)
         table.extend(self._cache.allocate(missing))
-        request.num_cached = min(request.computed, request.num_prompt)
+        request.num_cached = min(len(hits) * size, request.num_prompt)
         request.num_published = len(hits)
         self._run(request, tokens, step)
         return tokens

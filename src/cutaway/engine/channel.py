@@ -32,8 +32,8 @@ from cutaway.core.request import FinishReason, Output, Request
 from cutaway.engine import messages
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.engine import Stats
-from cutaway.engine.parts import Parts
 from cutaway.engine.process import build, drive, one_line
+from cutaway.engine.shadow import parts_of
 
 State = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
 
@@ -170,7 +170,7 @@ class InProcessChannel(_Channel):
                 loop.call_soon_threadsafe(self._handle, message)
 
         try:
-            engine, info = build(self.config, Parts(self.config.parts))
+            engine, info = build(self.config, parts_of(self.config))
             send(messages.Ready(info))
             drive(engine, self._receive, send)
         except Exception as error:

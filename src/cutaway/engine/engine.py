@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from cutaway.core.errors import BadRequest, CutawayError
 from cutaway.core.plan import Admission, Backend, Limits, Schedule, StepPlan, StepResult, Ticket
 from cutaway.core.request import FinishReason, Output, Request, TokenLogprobs
 from cutaway.engine.parts import CacheLike, Parts, SchedulerLike
+from cutaway.engine.swap import Swap
 from cutaway.engine.trace import StepTrace, TraceWriter
 
 
@@ -46,6 +48,8 @@ class Stats:
     prompt_tokens: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
+    swapped_out: int = 0  # blocks copied to the host when their requests were preempted, and back
+    swapped_in: int = 0
 
 
 @dataclass(slots=True)
@@ -59,10 +63,11 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Slot:
-    """What a device row knows: its table, of which blocks before `stable` cannot change any more."""
+    """What a device row knows: its table, of which blocks before `stable` cannot change any more, and `computed` tokens."""
 
     blocks: list[int] = field(default_factory=list[int])
     stable: int = 0
+    computed: int = 0
 
 
 class Engine:
@@ -82,6 +87,7 @@ class Engine:
         *,
         prefix_cache: bool = True,
         depth: int = 0,
+        preemption: Literal["recompute", "swap"] = "recompute",
         trace: TraceWriter | None = None,
     ):
         spec = backend.kv()
@@ -97,6 +103,8 @@ class Engine:
         self.cache: CacheLike = cache.PrefixCache(blocks.BlockAllocator(spec.num_blocks, spec.block_size), publish=prefix_cache)
         self.scheduler: SchedulerLike = parts.get("scheduler").Scheduler(self.cache, limits, split=parts.get("chunked").split)
         self._backend = backend
+        self._swap = Swap(backend, spec.block_size, room=spec.num_blocks) if preemption == "swap" else None
+        self._parts = parts
         self._new_table = blocks.BlockTable
         self._chain = cache.chain if prefix_cache else None
         self._trace = trace
@@ -145,7 +153,8 @@ class Engine:
         """Schedules and submits a step, collects the oldest once more than `depth` are in flight; what came of it."""
         began = time.perf_counter()
         outputs, self._ended = self._ended, []
-        schedule = self.scheduler.schedule()
+        self._parts.step = self._stats.step
+        schedule = self._schedule()
         for request in schedule.preempted:
             self._give_up_slot(request)
         self._stats.preemptions += len(schedule.preempted)
@@ -173,6 +182,8 @@ class Engine:
             free=free,
             cached=cached,
             used=self._stats.total - free - cached,
+            swapped_out=self._swap.swapped_out if self._swap else 0,
+            swapped_in=self._swap.swapped_in if self._swap else 0,
         )
 
     def check(self) -> None:
@@ -195,6 +206,16 @@ class Engine:
             "a request and the tickets differ in what is in flight"
         )
 
+    def _schedule(self) -> Schedule:
+        """The scheduler's decision, with what is swapped for it. A preempted request's table is empty then, and what its slot
+        knows may be older than the last block that changed place: so tables are noted before."""
+        if self._swap is None:
+            return self.scheduler.schedule()
+        before = {r.id: (list(r.table.blocks), self._slots[r.slot].computed) for r in self.scheduler.running if r.table}
+        schedule = self.scheduler.schedule()
+        self._swap.step(schedule, before)
+        return schedule
+
     def _submit(self, schedule: Schedule) -> None:
         admitted = [self._take_slot(request) for request in schedule.admitted]
         plan = self._plan(schedule, admitted)
@@ -214,10 +235,10 @@ class Engine:
         first: list[int] = []
         offsets = [0]
         new: list[int] = []
-        for request, _, _ in schedule.rows:
-            start = self._new_blocks(request, new)
-            first.append(start)
+        for request, start, tokens in schedule.rows:
+            first.append(self._new_blocks(request, new))
             offsets.append(len(new))
+            self._slots[request.slot].computed = start + tokens
         rows = schedule.rows
         return StepPlan(
             step=self._stats.step,
@@ -297,6 +318,8 @@ class Engine:
         """Forgets a request that the scheduler holds no more; what is in flight for it will be dropped."""
         del self._requests[request.id]
         self._hits.pop(request.id, None)
+        if self._swap:
+            self._swap.forget(request)
         request.finish_reason = reason
         if reason is FinishReason.STOP and request.tokens[-1] in request.params.stop_token_ids:
             request.stop_reason = request.tokens[-1]

@@ -17,8 +17,8 @@ from cutaway.core.errors import CutawayError
 from cutaway.core.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.front import Delta, Front, TextStream
-from cutaway.engine.parts import Parts
 from cutaway.engine.process import build
+from cutaway.engine.shadow import parts_of
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
@@ -60,7 +60,7 @@ class LLM:
             if name not in known:
                 raise CutawayError(f"{name} is not a setting of LLM; known: {', '.join(known)}")
         self.config = EngineConfig(model=model, **settings)
-        self.parts = Parts(self.config.parts)
+        self.parts = parts_of(self.config)
         self.front = Front.open(self.config, self.parts)
         self.engine, self.info = build(self.config, self.parts)
         self.front.adopt(self.info)

@@ -217,6 +217,14 @@ PARTS: dict[str, Part] = {
     )
 }  # fmt: skip
 
+
+class Beside(Protocol):
+    """Somebody's part that runs beside the engine's own (`engine.shadow.Shadow`)."""
+
+    def beside(self, module: ModuleType) -> ModuleType: ...
+    def report(self) -> dict[str, Any]: ...
+
+
 Observe = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]  # (name of the call, args, kwargs, result)
 
 
@@ -239,17 +247,22 @@ def load_module(source: str) -> ModuleType:
 
 @dataclass(slots=True)
 class Parts:
-    """The parts of one engine: its own, but for `overrides` (name -> import string or file)."""
+    """The parts of one engine: its own, but for `overrides` (name -> import string or file). `shadows` run beside its own.
+    step: the engine's, for what is said of a part."""
 
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     observe: Mapping[str, Observe] = field(default_factory=dict[str, Observe])
+    shadows: Mapping[str, Beside] = field(default_factory=dict[str, Beside])
+    step: int = 0
     loaded: dict[tuple[str, str], ModuleType] = field(default_factory=dict[tuple[str, str], ModuleType])  # by part and source
     fallbacks: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # part -> features the reference served
 
     def __post_init__(self) -> None:
-        for name in (*self.overrides, *self.observe):
+        for name in (*self.overrides, *self.observe, *self.shadows):
             if name not in PARTS:
                 raise CutawayError(f"there is no part called {name}; the parts are {', '.join(PARTS)}")
+        if both := self.overrides.keys() & self.shadows.keys():
+            raise CutawayError(f"{', '.join(both)}: a shadow runs beside the engine's own part, not beside another file")
 
     def get(self, name: str, features: Iterable[str] = ()) -> Any:
         """The module that plays `name`, or the engine's own where `features` are asked that the other lacks."""
@@ -277,6 +290,8 @@ class Parts:
                 raise CutawayError(f"{source} cannot be the part {part.name}: it does not define {', '.join(missing)}")
             if part.name in self.observe and source == self.overrides.get(part.name, part.default):
                 module = observed(module, part.offers, self.observe[part.name])
+            if own and part.name in self.shadows:
+                module = self.shadows[part.name].beside(module)
             self.loaded[key] = module
         return self.loaded[key]
 
@@ -297,6 +312,7 @@ class Parts:
                 "source": self.overrides.get(p.name, p.default),
                 "reference": p.name not in self.overrides,
                 "reference_served": sorted(self.fallbacks.get(p.name, ())),
+                **({"shadow": self.shadows[p.name].report()} if p.name in self.shadows else {}),
             }
             for p in PARTS.values()
         }

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,9 +32,11 @@ from cutaway.engine import messages
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.engine import Engine
 from cutaway.engine.parts import Parts, load_module
+from cutaway.engine.shadow import parts_of
 from cutaway.engine.trace import TraceWriter
 
 LINGER = 2000  # milliseconds given to the last message
+TELL = 1.0  # seconds between two reports of the parts, at least, while there is work
 
 
 def one_line(error: BaseException) -> str:
@@ -82,7 +85,9 @@ def build(config: EngineConfig, parts: Parts) -> tuple[Engine, dict[str, Any]]:
         block_size=kv.block_size,
     )
     trace = TraceWriter(config.trace) if config.trace else None
-    engine = Engine(backend, parts, limits, prefix_cache=config.prefix_cache, depth=config.depth, trace=trace)
+    engine = Engine(
+        backend, parts, limits, prefix_cache=config.prefix_cache, depth=config.depth, preemption=config.preemption, trace=trace
+    )
     info = {
         "window": limits.window,
         "block_size": limits.block_size,
@@ -92,6 +97,7 @@ def build(config: EngineConfig, parts: Parts) -> tuple[Engine, dict[str, Any]]:
         "budget": limits.budget,
         "depth": config.depth,
         "prefix_cache": config.prefix_cache,
+        "preemption": config.preemption,
         "backend": facts,
         "parts": parts.report(),
     }
@@ -162,7 +168,7 @@ def run(link: Link) -> None:
         raise CutawayError("the first message to an engine process must be Start")
     sys.path[:] = start.path
     link.send(messages.Loading(f"loading {start.config.model}"))
-    parts = Parts(start.config.parts)
+    parts = parts_of(start.config)
     try:
         _serve(link, start.config, parts, rest)
     except CutawayError:
@@ -183,14 +189,16 @@ def _serve(link: Link, config: EngineConfig, parts: Parts, backlog: list[message
         first, backlog[:] = list(backlog), []
         return first + link.receive(wait and not first)
 
-    told = 0
+    told, when = info["parts"], time.monotonic()
 
     def send(message: messages.ToFront) -> None:
-        nonlocal told
+        nonlocal told, when
         link.send(message)
-        if (served := sum(map(len, parts.fallbacks.values()))) != told:  # the reference has played in a part's place
-            told = served
-            link.send(messages.Ready(info | {"parts": parts.report()}))
+        if not (parts.overrides or parts.shadows) or (engine.has_work and time.monotonic() - when < TELL):
+            return
+        if (report := parts.report()) != told:  # the reference has played in a part's place, or a shadow went on
+            told, when = report, time.monotonic()
+            link.send(messages.Ready(info | {"parts": report}))
 
     drive(engine, receive, send)
 

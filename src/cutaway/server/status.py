@@ -42,7 +42,11 @@ def health(service: Service) -> Response:
             "failure": channel.failure,
             "restarts": getattr(channel, "restarts", 0),
             "step": getattr(stats, "step", 0),
-            **{name: ready[name] for name in ("rows", "budget", "depth", "prefix_cache", "backend") if name in ready},
+            **{
+                name: ready[name]
+                for name in ("rows", "budget", "depth", "prefix_cache", "preemption", "backend")
+                if name in ready
+            },
         },
         "requests": {
             "active": service.engine.num_active,
@@ -83,7 +87,7 @@ NOT_KNOWN_HERE = frozenset({"steps"})  # counted by the engine, because the figu
 HELP = {
     "prompt_tokens": "Prompt tokens of requests that a step has worked on",
     "generation_tokens": "Tokens generated",
-    "num_preemptions": "Requests that gave their blocks back and had to recompute",
+    "num_preemptions": "Requests that gave their blocks back and waited again",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
     "prefix_cache_hits": "Prompt tokens found there",
     "steps": "Engine steps",
@@ -156,6 +160,14 @@ class Exporter(Collector):
         for state in ("used", "cached", "free"):
             kv.add_metric([*self.values, state], blocks[state])
         yield kv
+        swapped = CounterMetricFamily(
+            "cutaway:swapped_blocks",
+            "KV blocks copied to the host, and back",
+            labels=[*self.labels, "direction"],
+        )
+        for direction in ("out", "in"):
+            swapped.add_metric([*self.values, direction], getattr(stats, f"swapped_{direction}", 0))
+        yield swapped
         restarts = CounterMetricFamily("cutaway:engine_restarts", "Times the engine process was restarted", labels=self.labels)
         restarts.add_metric(self.values, getattr(service.channel, "restarts", 0))
         yield restarts
