@@ -10,17 +10,18 @@ attention, and everything that an engine is about (which tokens to compute, what
     logits = model.logits(x)                          # [batch, tokens, vocabulary]
 
 `model(ids)` is exactly that over whole sequences, causal. `model.counts` says what was computed: forward passes (calls of
-`embed`), and positions (tokens that went through them).
+`embed`), positions (tokens that went through them), and what the layers and the head had to do with them.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,9 +49,11 @@ class Counts:
     passes: int = 0
     positions: int = 0
     shapes: list[tuple[int, int]] = field(default_factory=list)  # (batch, tokens) of each pass
+    projected: int = 0  # tokens whose q, k and v were computed, summed over the layers
+    read_out: int = 0  # positions whose logits were computed
 
     def reset(self) -> None:
-        self.passes = self.positions = 0
+        self.passes = self.positions = self.projected = self.read_out = 0
         self.shapes.clear()
 
 
@@ -82,6 +85,7 @@ class Layer:
         dim], k and v [batch, tokens, kv_heads, dim]; q and k are rotated to their positions."""
         batch, tokens, _ = x.shape
         decoder = self._model.decoder
+        self._model.counts.projected += batch * tokens
         flat = positions.expand(batch, tokens).reshape(-1)
         turns = decoder.rotation(flat, int(flat.max()) + 1)
         return tuple(t.unflatten(0, (batch, tokens)) for t in decoder.project(self._layer, x.flatten(0, 1), turns))  # type: ignore[return-value]
@@ -102,6 +106,7 @@ class Model:
         config = decoder.config
         self.num_layers, self.num_heads, self.num_kv_heads = config.num_layers, config.num_heads, config.num_kv_heads
         self.head_dim, self.hidden_size, self.vocabulary = config.head_dim, config.hidden_size, config.vocab_size
+        self.intermediate_size = config.intermediate_size
         self.window = config.max_position
         self.dtype = decoder.dtype
 
@@ -111,8 +116,17 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all matrices that one forward pass reads (a tied embedding once)."""
-        return self.decoder.nbytes
+        """Bytes of all matrices that one forward pass reads. Of the embedding it reads a row a token, which is nothing."""
+        layers = self.decoder.layers
+        return self.decoder.head.nbytes + sum(m.nbytes for x in layers for m in (x.qkv, x.o, x.gate_up, x.down))
+
+    def clock(self) -> float:
+        """Seconds, for differences: CPU time of this process, so that a neighbour who takes the core costs nothing; on a GPU
+        wall time, once everything that was asked of it is done."""
+        if self.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def with_eos(self, eos_ids: Iterable[int]) -> Model:
         """The same weights, other end-of-sequence ids, its own counts."""
@@ -129,18 +143,20 @@ class Model:
 
     def logits(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> [batch, tokens, vocabulary]. Give it only the positions whose logits you want."""
+        self.counts.read_out += x.shape[0] * x.shape[1]
         return self.decoder.head(self.decoder.norm(x.flatten(0, 1))).unflatten(0, x.shape[:2])
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, last: bool = False) -> Tensor:
         """A whole forward pass, causal, nothing kept: int64 [batch, tokens] -> logits [batch, tokens, vocabulary]. The logits
-        at position i are the model's opinion on token i + 1."""
+        at position i are the model's opinion on token i + 1. last: those of the last position alone, [batch, 1, vocabulary];
+        the same numbers, without a product with the largest matrix for each position that nobody asks about."""
         tokens = ids.shape[1]
         x, positions = self.embed(ids), torch.arange(tokens, device=ids.device)
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=ids.device).tril()
         for layer in self.layers:
             q, k, v = layer.qkv(x, positions)
             x = layer.finish(x, attend(q, k, v, mask))
-        return self.logits(x)
+        return self.logits(x[:, -1:] if last else x)
 
 
 class LadderCheckpoint(DummyCheckpoint):
@@ -160,10 +176,14 @@ class LadderCheckpoint(DummyCheckpoint):
         return Array(out, dtype)
 
 
+def _seeded(config: ModelConfig) -> Checkpoint:
+    return LadderCheckpoint(config, TextAssets("ladder", config.vocab_size), Path("ladder"), name="ladder")
+
+
 def checkpoint(name: Literal["ladder", "real"]) -> Checkpoint:
-    """"ladder": 3 M seeded weights, nothing on disk. "real": SmolLM2-135M-Instruct, fetched where it is not here."""
+    """ "ladder": 3 M seeded weights, nothing on disk. "real": SmolLM2-135M-Instruct, fetched where it is not here."""
     if name == "ladder":
-        return LadderCheckpoint(LADDER, TextAssets("ladder", LADDER.vocab_size), Path("ladder"), name="ladder")
+        return _seeded(LADDER)
     return open_checkpoint(resolve(REAL), "auto")
 
 
@@ -177,3 +197,9 @@ def load(name: Literal["ladder", "real"] = "ladder", dtype: torch.dtype | None =
     """A model with counts of its own; its weights are loaded once a process. Default dtype: fp32 for the ladder model, whose
     ids are compared exactly; bf16 for the real one."""
     return Model(_decoder(name, dtype or (torch.float32 if name == "ladder" else torch.bfloat16)), eos_ids)
+
+
+def of_shape(dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
+    """A seeded model that differs from the ladder model in these fields of its config: `of_shape(num_kv_heads=4)`."""
+    with torch.inference_mode():
+        return Model(Decoder(_seeded(replace(LADDER, **changes)), dtype))
