@@ -1,4 +1,4 @@
-"""Paged attention against attention written out over dense keys, in float64."""
+"""Paged attention against attention written out over dense keys, in float64: alone, and with the plan of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cutaway.backends.torch import attention
-from cutaway.backends.torch.attention import paged_attention, prepare, write_kv
+from cutaway.backends.torch import gather
+from cutaway.backends.torch.attention import paged_attention, write_kv
+from cutaway.backends.torch.gather import prepare
 
 
 def dense(q, k, v, scale, window=0):
@@ -28,8 +29,16 @@ def dense(q, k, v, scale, window=0):
     return out
 
 
+@pytest.fixture(params=["alone", "planned"], autouse=True)
+def way(request, monkeypatch):
+    """Whether `Case.run` prepares a plan where a test gives none."""
+    monkeypatch.setattr(Case, "planned", request.param == "planned")
+
+
 class Case:
     """Rows (queries, context) over a pool in shuffled order; all that is nobody's context holds `junk`."""
+
+    planned = False
 
     def __init__(self, rows, heads=4, kv_heads=2, dim=8, block_size=16, junk=math.nan, dtype=torch.float32, seed=0):
         rng = np.random.default_rng(seed)
@@ -53,6 +62,8 @@ class Case:
 
     def run(self, **extras):
         tables, contexts, starts = (torch.from_numpy(x) for x in (self.tables, self.contexts, self.starts))
+        if self.planned and "plan" not in extras:
+            extras["plan"] = prepare(tables, contexts, starts, self.k_cache)
         out = paged_attention(self.q, self.k_cache, self.v_cache, tables, contexts, starts, scale=0.3, **extras)
         assert out.shape == self.q.shape and out.dtype == self.q.dtype
         return out.double().numpy()
@@ -92,14 +103,14 @@ def test_sliding_window(window):
 
 
 def test_long_prompts_go_piece_by_piece(monkeypatch):
-    monkeypatch.setattr(attention, "PIECE", 32)
+    monkeypatch.setattr(gather, "PIECE", 32)
     case = Case([(100, 100), (64, 90), (33, 200), (1, 7)])
     np.testing.assert_allclose(case.run(), case.expected(), atol=2e-6)
     np.testing.assert_allclose(case.run(window=20), case.expected(20), atol=2e-6)
 
 
 def test_very_different_lengths_are_gathered_apart(monkeypatch):
-    monkeypatch.setattr(attention, "PADDING", 40)
+    monkeypatch.setattr(gather, "PADDING", 40)
     case = Case([(1, 300), (1, 5), (1, 290), (1, 9), (1, 100), (1, 1)])
     tables, contexts, starts = (torch.from_numpy(x) for x in (case.tables, case.contexts, case.starts))
     groups = prepare(tables, contexts, starts, case.k_cache).groups
@@ -136,7 +147,7 @@ def test_heads_first_and_consecutive_blocks_change_nothing(first, finite):
         before = case.k_cache.clone(), case.v_cache.clone()
         args = (torch.from_numpy(x) for x in (case.tables, case.contexts, case.starts))
         plan = prepare(*args, case.k_cache, finite=finite)
-        assert all((group.run is None) == (first == 1 or queries > attention.SMALL) for group in plan.groups)
+        assert all((group.run is None) == (first == 1 or queries > gather.SMALL) for group in plan.groups)
         np.testing.assert_allclose(case.run(window=window, plan=plan), case.expected(window), atol=2e-6)
         assert torch.equal(before[0].nan_to_num(), case.k_cache.nan_to_num())
         assert torch.equal(before[1].nan_to_num(), case.v_cache.nan_to_num())
@@ -151,7 +162,9 @@ def test_write_kv_writes_its_slots_and_nothing_else(slots, head_first):
         k_cache, v_cache = (c.transpose(0, 1).contiguous().transpose(0, 1) for c in (k_cache, v_cache))
     k, v = torch.arange(18.0).view(3, 2, 3)[: len(slots)], -torch.arange(18.0).view(3, 2, 3)[: len(slots)]
     slots = torch.tensor(slots, dtype=torch.int32)
-    write_kv(k_cache, v_cache, k, v, slots)
+    rows = torch.zeros(len(slots) + 1, dtype=torch.int32)
+    plan = prepare(rows[1:, None], rows[1:] + 1, rows, k_cache, slots=slots) if Case.planned else None
+    write_kv(k_cache, v_cache, k, v, slots, plan=plan)
     expected_k, expected_v = torch.full(shape, 9.0), torch.full(shape, 9.0)
     for token, slot in enumerate(slots.tolist()):
         expected_k[slot // 4, :, slot % 4], expected_v[slot // 4, :, slot % 4] = k[token], v[token]

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from cutaway.backends.torch import sampler as reference_sampler
+from cutaway.backends.torch.gather import prepare
 from cutaway.backends.torch.kv_cache import KVCache, bytes_per_block, choose_blocks
 from cutaway.backends.torch.model import Batch, Decoder
 from cutaway.checkpoints import open_checkpoint, resolve
@@ -198,8 +199,8 @@ class TorchBackend:
             sampled=torch.from_numpy(sampled),
             extras={},
         )
-        if "prepare" in getattr(self._attention, "SUPPORTS", ()):  # one preparation for all layers
-            batch.extras["plan"] = self._attention.prepare(
+        if "plan" in getattr(self._attention, "SUPPORTS", ()):  # one preparation for all layers
+            batch.extras["plan"] = prepare(
                 batch.block_tables, batch.context_lens, batch.query_starts, self.cache.keys[0],
                 slots=batch.slots, finite=True,
             )  # fmt: skip
