@@ -267,7 +267,7 @@ class SchedulerFollower(Follower):
         self.requests = {id: pair for id, pair in self.requests.items() if id in queued}
         for ours, theirs in self.requests.values():  # what the engine writes between two calls
             theirs.hashes += ours.hashes[len(theirs.hashes) :]
-            theirs.slot, theirs.generation, theirs.num_cached = ours.slot, ours.generation, ours.num_cached
+            theirs.slot, theirs.generation, theirs.num_cached, theirs.kept = ours.slot, ours.generation, ours.num_cached, ours.kept
         if call.name == "add":
             asked: Request = call.args[0]
             self.requests[asked.id] = asked, self._copy(asked)
