@@ -173,7 +173,7 @@ def test_the_front_never_loads_a_tensor_library(module: str) -> None:
 
 def test_the_shell_file_knows_the_verbs_of_the_command() -> None:
     shell = (ROOT / "vc").read_text(encoding="utf-8")
-    listed = re.search(r"^    (serve[a-z| -]*)\) exec", shell, re.MULTILINE)
+    listed = re.search(r"^    (serve[a-z| -]*)\) ladder", shell, re.MULTILINE)
     assert listed is not None
     names = {c.name or c.callback.__name__.replace("_", "-") for c in app.registered_commands if c.callback is not None}
     assert set(listed[1].split(" | ")) == names

@@ -11,7 +11,7 @@
     replace = ""
 
 `find` must occur exactly once in the answer: an answer that changes takes its faults along or says so. Several edits: `edits`,
-a list of [find, replace]. A stage with several answer files names the one to edit in `file`.
+a list of [find, replace]. Where the answer takes the engine's own functions, `file` names the engine's file to edit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Fault:
     name: str
     caught_by: tuple[str, ...]
     edits: tuple[tuple[str, str], ...]
+    file: str = ""
 
     def apply(self, source: str) -> str:
         """The wrong answer. Raises ValueError where an edit does not fit the answer any more."""
@@ -54,5 +55,6 @@ def faults_of(stage: Stage, track: Track = "torch") -> list[Fault]:
     faults: list[Fault] = []
     for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("fault", []):
         edits = entry.get("edits") or [(entry["find"], entry["replace"])]
-        faults.append(Fault(stage.id, entry["name"], tuple(entry["caught_by"]), tuple((a, b) for a, b in edits)))
+        faults.append(Fault(stage.id, entry["name"], tuple(entry["caught_by"]), tuple((a, b) for a, b in edits),
+                            entry.get("file", "")))  # fmt: skip
     return faults

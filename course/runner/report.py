@@ -61,8 +61,12 @@ def headline(result: Result) -> Measure:
 
 def tested_as(run: Run) -> str:
     what = "the reference answer, " if run.origin == "answers" else ""
-    where = "GPU" if run.gpu else "CPU"
+    where = "GPU" if run.gpu else "CPU: kernels run interpreted" if _kernels(run) else "CPU"
     return f"{what}{'shared' if run.stage.shared else run.track}, {where}"
+
+
+def _kernels(run: Run) -> bool:
+    return any(c.needs == "triton" for c in run.stage.claims(run.track))
 
 
 def totals(results: list[Result]) -> str:
@@ -237,14 +241,14 @@ def _number(screen: Screen, run: Run) -> None:
     said = f"{r.claim}: {figure(m.value, m.unit, m.gate)}"
     if m.baseline is not None:
         said += f", compared with {figure(m.baseline, m.unit, m.gate)}"
+    screen.paragraph(said + ".", indent="")
     old = run.before.get((r.name, m.name))
     if old is not None and m.gate[:1] in ("<", ">"):
         change = figure(abs(m.value - old), m.unit, re.sub(r"^\S+ ", "> ", m.gate))
         if m.value == old:
-            said += ". As good as your best"
+            screen.say("As good as your best.")
         else:
-            said += f". {change} {'better than' if better(m, old) else 'short of'} your best"
-    screen.paragraph(said + ".", indent="")
+            screen.say(f"{change} {'better than' if better(m, old) else 'short of'} your best.")
 
 
 def _not_measured(screen: Screen, run: Run) -> None:
@@ -252,4 +256,9 @@ def _not_measured(screen: Screen, run: Run) -> None:
     for r in run.of("not measured"):
         groups[r.reason] = groups.get(r.reason, 0) + 1
     for reason, many in groups.items():
-        screen.paragraph(f"Not measured, {many} of {len(run.results)}: {reason}.", indent="")
+        screen.paragraph(f"{many} of {len(run.results)} not measured: {reason}.", indent="")
+    needs = {c.name: c.needs for c in run.stage.claims(run.track)}
+    lacking = run.of("not measured")
+    if lacking and not run.of("failed") and all(needs.get(r.name) for r in lacking) and run.origin == "app":
+        screen.paragraph("Neither passed nor failed: ./vc submit banks this stage as provisional, and offers it again when a GPU"
+                         " is there.", indent="", style="dim")  # fmt: skip

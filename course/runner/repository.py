@@ -37,15 +37,18 @@ class Banked:
 
 def git(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """Runs git in the checkout, whatever repository the caller's environment points to."""
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("GIT_") or k.startswith(("GIT_AUTHOR", "GIT_COMMITTER", "GIT_SSH", "GIT_CONFIG"))
-    }
+    elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
+    environment = {k: v for k, v in os.environ.items() if k not in elsewhere} | {"LC_ALL": "C.UTF-8"}
     return subprocess.run(
-        ["git", *arguments], cwd=ROOT, env=environment | {"LC_ALL": "C.UTF-8", "GIT_LITERAL_PATHSPECS": "1"}, capture_output=True, text=True,
-        errors="replace", check=False, **({"input": text} if text is not None else {"stdin": subprocess.DEVNULL}),
-    )  # fmt: skip
+        ["git", *arguments],
+        cwd=ROOT,
+        env=environment,
+        input=text or "",
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
 
 
 def check_repository() -> Path:
@@ -69,7 +72,7 @@ def commit(subject: str, value: str) -> str:
     folder = check_repository()
     for name, what in BUSY.items():
         if (folder / name).exists():
-            raise NoCommit(f"{what} is in progress: finish it, then ./vc submit again")
+            raise NoCommit(f"{what} is in progress: finish it")
     for attempt in range(8):
         done = _commit(f"{subject}\n\n{KEY}: {value}\n")
         if done.returncode == 0:
@@ -84,9 +87,9 @@ def _commit(message: str) -> subprocess.CompletedProcess[str]:
     new = git("add", "--intent-to-add", "--", "app")  # files that git has not seen yet belong to the commit as well
     if new.returncode:
         return new
-    if not git("ls-files", "--", "app").stdout:
-        return git("commit", "--allow-empty", "--only", "--file", "-", text=message)
-    return git("commit", "--allow-empty", "--only", "--file", "-", "--", "app", text=message)
+    paths = ("--", "app") if git("ls-files", "--", "app").stdout else ()
+    # useConfigOnly: where nobody has said who they are, git would make up a name and an address
+    return git("-c", "user.useConfigOnly=true", "commit", "--allow-empty", "--only", "--file", "-", *paths, text=message)
 
 
 def _why(said: str, folder: Path) -> str:

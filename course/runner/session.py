@@ -49,9 +49,9 @@ class Worker:
     """One process, and its lines as they come."""
 
     def __init__(self, asked: dict[str, Any]):
-        quiet = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""), INSIDE: "1"}
+        inside = {"OMP_NUM_THREADS": "1", INSIDE: "1"}
         self.process = subprocess.Popen([SETUP, "--then", WORKER, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=os.environ | quiet, start_new_session=True)  # fmt: skip
+                                        env=os.environ | inside, start_new_session=True)  # fmt: skip
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(asked).encode() + b"\n")

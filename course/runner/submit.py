@@ -101,6 +101,7 @@ def _commit(screen: Screen, stage: Stage, track: Track) -> None:
         screen.say(f"Not committed: {first}")
         for line in more:
             screen.say(line)
+        screen.say(screen.dim(f"./vc submit {stage.id.lstrip('0')} commits it, once that is mended."))
         return
     with changing() as progress:
         if (entry := progress.banked(stage, track)) is not None:

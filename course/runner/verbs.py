@@ -17,7 +17,7 @@ VERBS = {
     "serve": "engine", "chat": "engine", "generate": "engine", "models": "engine", "bench": "engine", "diff-trace": "engine",
 }  # fmt: skip
 SEVERAL = ("listing", "submit", "settings", "engine")  # modules of several verbs: their main takes the verb first
-SET_UP = ("ledger", "prove")  # need more than the standard library in this process
+SET_UP = ("ledger",)  # need more than the standard library in this process
 
 
 def run(verb: str, arguments: list[str]) -> int:

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # as a script: the checkout is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # times are this process's CPU time: one thread makes them mean something
 
+import importlib
 import importlib.util
 import json
 import threading
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 
 from course.runner.checking import Check, Failed, Lab, NotMeasured, Result, checks_of
 from course.runner.declaration import ROOT, Stage, Track, stage
+from course.runner.environment import has_gpu
 from course.runner.faults import Fault, answer_path, faults_of
 
 TRIES = 3  # of a check that a busy machine kept from a verdict
@@ -38,23 +40,34 @@ SLOW = 2.0  # seconds; a check that took longer is not run again to see where it
 
 
 def load(path: Path, name: str, source: str | None = None) -> ModuleType:
-    """A module from a file; from `source` in its place, if given. Raises whatever it raises."""
+    """A module from a file; from `source` in its place, if given. Raises whatever it raises. Never from a cache: Python's own
+    does not see an edit of the same length within the second."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    if source is None:
-        spec.loader.exec_module(module)
-    else:
-        exec(compile(source, str(path), "exec"), module.__dict__)
+    exec(compile(path.read_bytes() if source is None else source, str(path), "exec"), module.__dict__)
     return module
 
 
 def under_test(stage: Stage, track: Track, origin: str, fault: Fault | None = None) -> ModuleType:
     """The module that the checks are to judge. origin: "app" or "answers"."""
-    path = stage.file(track) if origin == "app" else answer_path(stage, track)
-    source = fault.apply(path.read_text(encoding="utf-8")) if fault is not None else None
-    return load(path, f"{origin}_{stage.name}_{track}", source)
+    path, name = stage.file(track) if origin == "app" else answer_path(stage, track), f"{origin}_{stage.name}_{track}"
+    if fault is not None and fault.file:
+        return under_fault(path, name, fault)
+    return load(path, name, fault.apply(path.read_text(encoding="utf-8")) if fault is not None else None)
+
+
+def under_fault(path: Path, name: str, fault: Fault) -> ModuleType:
+    """An answer that imports the engine's functions from a file with the fault in it. The engine itself keeps its own."""
+    edited = ROOT / fault.file
+    engines = ".".join(edited.relative_to(ROOT / "src").with_suffix("").parts)
+    right = importlib.import_module(engines)
+    load(edited, engines, fault.apply(edited.read_text(encoding="utf-8")))
+    try:
+        return load(path, name)
+    finally:
+        sys.modules[engines] = right
 
 
 def where(error: BaseException, path: Path) -> str:
@@ -85,7 +98,7 @@ def last_line(check: Check, lab: Lab, path: Path) -> str:
 
 
 def device() -> str:
-    if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")):
+    if not has_gpu():
         return "cpu"  # said without loading torch, which half of the stages do without
     import torch
 
@@ -214,7 +227,13 @@ def serve() -> NoReturn:
 def main(arguments: list[str]) -> int:
     """For those who write checks: `worker.py STAGE [--answers] [--faults] [name ...]`. --faults prints which checks fail."""
     if arguments == ["--serve"]:
-        serve()
+        try:
+            serve()
+        except BaseException as error:  # ours, or a KeyboardInterrupt that checked code raises: the runner says what it meant
+            if os.environ.get("CUTAWAY_DEBUG") == "1":
+                raise
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
     flags = {a for a in arguments if a.startswith("--")}
     which, *names = [a for a in arguments if not a.startswith("--")]
     chosen = stage(which)

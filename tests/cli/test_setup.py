@@ -47,13 +47,13 @@ def refuses(done: subprocess.CompletedProcess[str]) -> str:
 # --- a fresh clone ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("args", [[], ["--help"], ["help"]])
+@pytest.mark.parametrize("args", [["-h"], ["--help"], ["help"]])
 def test_a_fresh_clone_says_at_once_what_it_is(clone: Path, tmp_path: Path, args: list[str]) -> None:
     link = tmp_path / "link"
     link.symlink_to("a clone/vc")
     done = shell(link, *args, cwd=Path("/"))
     assert done.returncode == 0
-    assert "next   ./vc serve" in done.stdout
+    assert "next   ./vc serve, or ./vc guide" in done.stdout
     assert not (clone / ".venv").exists()
 
 
@@ -87,8 +87,11 @@ def test_no_python_at_all_is_one_line(clone: Path, tmp_path: Path) -> None:
     tools.mkdir()
     for name in ("bash", "cat", "cksum", "dirname", "mktemp", "readlink", "sed", "tr", "uname"):
         (tools / name).symlink_to(shutil.which(name) or name)
-    done = shell("/bin/bash", clone / "vc", "serve", cwd=clone, PATH=str(tools))
-    assert "no Python 3.11 or newer here; install one" in refuses(done)
+    refuses(shell("/bin/bash", clone / "setup.sh", cwd=clone, PATH=str(tools)))
+    for verb in ("serve", "list"):
+        done = shell("/bin/bash", clone / "vc", verb, cwd=clone, PATH=str(tools))
+        assert done.stderr.startswith("vc: no Python 3.11 or newer here; install one")
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert done.stdout == ""
 
 
@@ -168,6 +171,7 @@ def test_set_up_goes_on_after_any_interruption(clone: Path) -> None:
 PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) shift $(($# - 1)); cp "$RESULT" "$1" 2>/dev/null; exit ${PYTEST:-0} ;;
+*" prove "*) shift $(($# - 1)); [ -z "$LADDER" ] || echo "$LADDER" >"$1"; exit ${PROVE:-0} ;;
 *"-m $BROKEN"*) echo "what $BROKEN says"; exit 1 ;;
 -\\ *) exec 'REAL' "$@" ;;
 esac
@@ -180,20 +184,25 @@ MIXED = (
 
 
 @pytest.mark.parametrize(
-    ("result", "status", "broken", "last", "code"),
+    ("result", "status", "broken", "ladder", "last", "code"),
     [
-        (GOOD, "0", "nothing", "6 passed, 0 failed", 0),
-        (MIXED, "1", "nothing", "5 passed, 2 failed", 1),
-        (GOOD, "0", "pyright", "5 passed, 1 failed", 1),
-        (GOOD, "1", "nothing", "6 passed, 1 failed", 1),  # pytest says that something failed, and no test did
-        (GOOD, "3", "nothing", "6 passed, 1 failed", 1),  # an internal error after the tests
-        (MIXED, "2", "ruff", "3 passed, 5 failed", 1),
-        ("", "4", "nothing", "4 passed, 2 failed", 1),  # no result at all
-        ("<testsuites>", "0", "nothing", "4 passed, 1 failed", 1),  # cut short
+        (GOOD, "0", "nothing", "10 0 0", "16 passed, 0 failed", 0),
+        (MIXED, "1", "nothing", "10 0 3", "15 passed, 2 failed", 1),
+        (GOOD, "0", "pyright", "10 0 0", "15 passed, 1 failed", 1),
+        (GOOD, "0", "nothing", "9 1 0", "15 passed, 1 failed", 1),
+        (GOOD, "0", "nothing", "", "6 passed, 1 failed", 1),  # the ladder's part died
+        (GOOD, "1", "nothing", "10 0 0", "16 passed, 1 failed", 1),  # pytest says that something failed, and no test did
+        (GOOD, "3", "nothing", "10 0 0", "16 passed, 1 failed", 1),  # an internal error after the tests
+        (MIXED, "2", "ruff", "10 0 0", "13 passed, 5 failed", 1),
+        ("", "4", "nothing", "10 0 0", "14 passed, 2 failed", 1),  # no result at all
+        ("<testsuites>", "0", "nothing", "10 0 0", "14 passed, 1 failed", 1),  # cut short
     ],
-    ids=["all pass", "some fail", "a check fails", "status 1 alone", "internal error", "all at once", "no result", "cut short"],
-)
-def test_verify_ends_with_the_count(clone: Path, result: str, status: str, broken: str, last: str, code: int) -> None:
+    ids=["all pass", "some fail", "a check fails", "a stage fails", "no ladder", "status 1 alone", "internal error", "all at once",
+         "no result", "cut short"],
+)  # fmt: skip
+def test_verify_ends_with_the_count(
+    clone: Path, result: str, status: str, broken: str, ladder: str, last: str, code: int
+) -> None:
     (clone / "setup.sh").write_text("#!/bin/sh\n")
     binary = clone / ".venv" / "bin"
     binary.mkdir(parents=True)
@@ -201,7 +210,8 @@ def test_verify_ends_with_the_count(clone: Path, result: str, status: str, broke
     (binary / "python").chmod(0o755)
     if result:
         (clone / "result.xml").write_text(result)
-    done = shell(clone / "vc", "verify", cwd=Path("/"), RESULT=str(clone / "result.xml"), PYTEST=status, BROKEN=broken)
+    done = shell(clone / "vc", "verify", cwd=Path("/"), RESULT=str(clone / "result.xml"), PYTEST=status, BROKEN=broken,
+                 LADDER=ladder, PROVE=str(int(ladder != "10 0 0")))  # fmt: skip
     assert done.stdout.splitlines()[-1] == last, done
     assert done.returncode == code
     assert (f"what {broken} says" in done.stdout) == (broken != "nothing")

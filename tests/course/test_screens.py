@@ -1,0 +1,255 @@
+"""How the ladder looks: 80 columns, without colour, in a pipe, on terminals of other encodings; what a mistake gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ANSWER, ROOT, Checkout
+
+SCREENS = [
+    (),
+    ("list",),
+    ("guide", "1"),
+    ("test", "1"),
+    ("test", "2"),
+    ("test", "2", "-v"),
+    ("test", "all"),
+    ("predict",),
+    ("peek", "1"),
+]
+
+
+def on_a_terminal(checkout: Checkout, *arguments: str, **environment: str) -> str:
+    """What a terminal shows, escapes included."""
+    parent, child = pty.openpty()
+    command = [sys.executable, "-P", str(checkout.root / "course" / "runner"), *arguments]
+    process = subprocess.Popen(
+        command, env=checkout.environment | {"TERM": "xterm"} | environment, stdin=child, stdout=child, stderr=child
+    )
+    os.close(child)
+    seen = b""
+    while True:
+        try:
+            if not (more := os.read(parent, 4096)):
+                break
+        except OSError:
+            break
+        seen += more
+    process.wait(20)
+    os.close(parent)
+    return seen.decode()
+
+
+def fill(checkout: Checkout) -> None:
+    checkout.write("s02_shared", ANSWER)
+    checkout.vc("submit", "2")
+    checkout.write("s01_sum", ANSWER.replace("a + b", "a - b"))
+
+
+@pytest.mark.parametrize("arguments", SCREENS, ids=" ".join)
+def test_a_screen_reads_the_same_everywhere(checkout: Checkout, arguments: tuple[str, ...]) -> None:
+    fill(checkout)
+    clock = re.compile(r"\d+\.\d s|\d+ minutes? ago")
+    plain = checkout.vc(*arguments).stdout
+    checkout.vc(*arguments)
+    assert "\x1b" not in plain
+    assert max(map(len, plain.splitlines())) <= 80
+    colour = on_a_terminal(checkout, *arguments).replace("\r\n", "\n")
+    colour = re.sub(r"\r  \d+ of \d+\r|\r\x1b\[K", "", colour)
+    assert set(re.findall(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", colour)) <= {
+        "\x1b[0m",
+        "\x1b[1m",
+        "\x1b[2m",
+        "\x1b[31m",
+        "\x1b[32m",
+        "\x1b[33m",
+    }
+    assert clock.sub("", re.sub(r"\x1b\[\d+m", "", colour)).split() == clock.sub("", checkout.vc(*arguments).stdout).split()
+    assert "\x1b[" not in re.sub(r"\r\x1b\[K", "", on_a_terminal(checkout, *arguments, NO_COLOR="1"))
+    assert "\x1b[" not in re.sub(r"\r\x1b\[K", "", on_a_terminal(checkout, *arguments, TERM="dumb"))
+
+
+@pytest.mark.parametrize("arguments", SCREENS, ids=" ".join)
+def test_a_terminal_that_is_not_utf_8_gets_ascii(checkout: Checkout, arguments: tuple[str, ...]) -> None:
+    fill(checkout)
+    done = checkout.vc(*arguments, PYTHONIOENCODING="ascii")
+    assert done.stdout.isascii()
+    assert "?" not in done.stdout.replace("One?", "").replace("? tokens", "").replace("A ? is", "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_green_says_number_gate_best_and_what_it_is_compared_with(checkout: Checkout) -> None:
+    checkout.write("s02_shared", ANSWER)
+    lines = checkout.vc("test", "2").stdout.splitlines()
+    assert lines[0].split() == ["02", "Shared", "sums", "shared,", "CPU"]
+    assert "  ✓ sum of many, against one                         4.00x    > 2.00x" in lines
+    assert "  ✓ a None is refused" in lines
+    assert "sum of many, against one: 4.00x, compared with 1.00x." in lines
+    assert any(line.startswith("3 passed, 0 failed, 0 not measured") for line in lines)
+    assert lines[-1] == "  next   ./vc submit 2"
+
+
+def test_red_says_number_gate_probable_mistake_and_the_line(checkout: Checkout) -> None:
+    checkout.write("s02_shared", ANSWER.replace("a + b", "a - b"))
+    text = checkout.vc("test", "2").stdout
+    assert "✗ sum of many, against one\n  measured -2.00x, must be more than 2.00x\n" in text
+    assert "  Probably: the last one is left out.\n  Look at app/s02_shared.py:6, in add:\n      return a - b\n" in text
+    assert "  one and three\n" in text
+    assert "Traceback" not in text.replace("Traceback: ./vc test 2 -k adds --traceback", "")
+    assert text.endswith("  next   edit app/s02_shared.py:6, then ./vc test 2\n")
+    assert "Traceback (most recent call last)" in checkout.vc("test", "2", "-k", "adds", "--traceback").stdout
+
+
+def test_a_stub_is_one_short_message(checkout: Checkout) -> None:
+    text = checkout.vc("test", "2").stdout
+    assert "✗ Nothing of app/s02_shared.py is written yet: 3 checks wait for it.\n  add  " in text
+    assert len(text.splitlines()) < 10
+
+
+def test_what_was_not_measured_says_why(checkout: Checkout) -> None:
+    checkout.write("s01_sum", ANSWER)
+    text = checkout.vc("test", "1").stdout
+    assert re.search(r"○ faster on a card +not measured +> 5.00", text)
+    assert "1 of 4 not measured: needs a GPU, and this machine has none." in text
+    assert "banks this stage as provisional" in text
+
+
+def test_the_guide_takes_its_numbers_from_the_last_ledger(checkout: Checkout) -> None:
+    assert "? tokens." in checkout.vc("guide", "1").stdout
+    results = checkout.root / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    for date, speed in (("2026-01-01", 7), ("2026-02-01", 8.4)):
+        told = {"machine": "a box", "date": date, "rows": [{"id": "naive", "stage": "01", "tokens_per_second": speed}]}
+        (results / f"ledger-{date}.json").write_text(json.dumps(told))
+    (results / "ledger-broken.json").write_text("{")
+    shipped = checkout.vc("guide", "1").stdout
+    assert "  8 tokens." in shipped
+    assert "Measured on a box, 2026-02-01; ./vc ledger measures this one." in shipped
+    own = {"machine": "mine", "date": "2026-03-01", "rows": [{"id": "naive", "stage": "01", "tokens_per_second": 3}]}
+    (checkout.root.parent / "home" / "ledger.json").write_text(json.dumps(own))
+    assert "  3 tokens." in checkout.vc("guide", "1").stdout
+    assert "**" not in shipped
+    assert re.search(r"^  sum of many, against one +more than 2.00x$", shipped, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("test", "3"), 1, "stage 03, Later, is not in this version yet"),
+        (("test", "44"), 2, "there is no stage '44'; they are 1 to 3"),
+        (("test", "-1"), 2, "there is no stage '-1'"),
+        (("test", "--fast"), 2, "unrecognized arguments: --fast; ./vc test --help lists what there is"),
+        (("test", "2", "-k", "nothing"), 2, "no check of stage 02 has 'nothing' in its name; they are adds, zero, refuses"),
+        (("test", "all", "-k", "nothing"), 2, "no check has 'nothing' in its name"),
+        (("test", "1", "--jax"), 1, "stage 01 on the JAX track is not in this version yet"),
+        (("test", "--jax", "--torch"), 2, "not allowed with argument"),
+        (("guide", "x"), 2, "there is no stage 'x'"),
+        (("backend", "rust"), 2, "invalid choice"),
+        (("reset",), 2, "required"),
+        (("peek", "3"), 1, "not in this version yet"),
+        (("peek", "1", "add", "--apply"), 2, "leave the name out"),
+        (("book",), 1, "the book is not in this version yet"),
+        (("frobnicate",), 2, "there is no verb frobnicate"),
+        (("submit", "2", "3"), 2, "unrecognized arguments: 3"),
+        (("resume",), 1, "this is not a git repository"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(
+    checkout: Checkout, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    done = checkout.vc(*arguments)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done
+    assert says in done.stderr
+
+
+def test_a_file_that_is_gone_is_one_line(checkout: Checkout) -> None:
+    (checkout.root / "app/s02_shared.py").unlink()
+    for verb in ("test", "submit"):
+        done = checkout.vc(verb, "2")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "git checkout -- app/s02_shared.py" in done.stderr
+    assert checkout.vc("guide", "2").returncode == checkout.vc("list").returncode == 0
+
+
+def test_a_reader_that_leaves_is_no_error(checkout: Checkout) -> None:
+    command = f"'{sys.executable}' -P '{checkout.root}/course/runner' peek 1 | true"
+    done = subprocess.run(command, shell=True, env=checkout.environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+# --- the engine's verbs -------------------------------------------------------------------------------------------------
+
+
+def engine(checkout: Checkout, *arguments: str) -> tuple[list[str], str]:
+    """What the engine's command would get, and what stands on stderr."""
+    (checkout.root / "setup.sh").write_text('#!/bin/sh\nshift\nprintf "%s\\n" "$@"\n')
+    done = checkout.vc(*arguments)
+    assert done.returncode == 0
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_banked_parts_run_in_the_engine(checkout: Checkout) -> None:
+    fill(checkout)
+    own = ["--part", f"blocks={checkout.root}/app/s02_shared.py"]
+    head = ["-m", "cutaway.cli"]
+    assert engine(checkout, "serve", "--shadow", "10") == ([*head, "serve", *own, "--shadow", "10"], "")
+    assert engine(checkout, "serve", "--reference", "--port", "0") == ([*head, "serve", "--port", "0"], "")
+    assert engine(checkout, "chat", "--part", "blocks=mine.py") == ([*head, "chat", "--part", "blocks=mine.py"], "")
+    assert engine(checkout, "generate", "--part=blocks=m.py", "x")[0] == [*head, "generate", "--part=blocks=m.py", "x"]
+    assert engine(checkout, "generate", "--", "--reference")[0] == [*head, "generate", *own, "--", "--reference"]
+    assert engine(checkout, "models") == ([*head, "models"], "")
+    assert engine(checkout, "serve", "--help") == ([*head, "serve", "--help"], "")
+    checkout.write("s02_shared", ANSWER + "\n")
+    told = engine(checkout, "serve")
+    assert told[0] == [*head, "serve", *own]
+    assert "app/s02_shared.py has changed since it was banked" in told[1]
+    (checkout.root / "app/s02_shared.py").unlink()
+    told = engine(checkout, "serve")
+    assert (told[0], told[1].count("\n")) == ([*head, "serve"], 1)
+
+
+def test_before_anything_is_set_up_the_ladder_answers(checkout: Checkout) -> None:
+    """On any Python that is new enough, with the standard library alone; and at once."""
+    (checkout.root / "setup.sh").write_text("#!/bin/sh\necho set up >&2\nexit 1\n")
+    for verb in (
+        (),
+        ("list",),
+        ("guide",),
+        ("peek", "1"),
+        ("predict", "1", "2"),
+        ("backend",),
+        ("test", "--help"),
+        ("submit", "--help"),
+    ):
+        done = subprocess.run(
+            [checkout.root / "vc", *verb], env=checkout.environment, capture_output=True, text=True, check=False, cwd="/"
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done
+    done = checkout.vc("test", "1")
+    assert (done.returncode, done.stderr, done.stdout) == (1, "set up\n", "")
+
+
+def test_no_module_but_the_standard_library_is_loaded_for_a_list() -> None:
+    code = (
+        "import sys, course.runner.verbs as v; v.main(['list']); v.main(['guide', '1']);"
+        "roots = {m.partition('.')[0] for m in sys.modules} - set(sys.stdlib_module_names);"
+        "print(sorted(r for r in roots if not r.startswith('_')))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] in ("['course']", "['course', 'sitecustomize']")
+
+
+def test_a_list_takes_no_time(checkout: Checkout) -> None:
+    taken: list[float] = []
+    for _ in range(5):
+        begun = time.monotonic()
+        checkout.vc("list")
+        taken.append(time.monotonic() - begun)
+    assert min(taken) < 0.5  # 0.1 s on an idle machine
