@@ -9,6 +9,7 @@ import pytest
 from cutaway.backends.fake import FakeBackend
 from cutaway.core.errors import CutawayError
 from cutaway.engine.engine import Engine
+from cutaway.engine.faults import find
 from cutaway.engine.parts import Parts
 from looping import LIMITS, a_request
 
@@ -86,5 +87,8 @@ def test_a_fault_in_somebodys_part_is_said_with_its_line(tmp_path: Path) -> None
     engine.add(a_request())
     with pytest.raises(AttributeError) as error:
         engine.step()
-    assert parts.blame(error.value) == f"{file}, line 4, in schedule (part scheduler, stage 10)"
-    assert Parts().blame(error.value) is None
+    fault = find(parts, error.value)
+    assert fault is not None
+    assert (fault.parts, fault.hung) == (["scheduler"], False)
+    assert str(fault).startswith(f"{file}, line 4, in schedule (part scheduler, stage 10): AttributeError: ")
+    assert find(Parts(), error.value) is None

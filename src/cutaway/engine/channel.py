@@ -12,35 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import queue
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import zmq
-import zmq.asyncio
-
 from cutaway.core.errors import CutawayError, EngineDied
 from cutaway.core.request import FinishReason, Output, Request
 from cutaway.engine import messages
+from cutaway.engine.child import Child
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.engine import Stats
-from cutaway.engine.process import build, drive, one_line
+from cutaway.engine.faults import Faults, find, one_line
+from cutaway.engine.process import build, drive
 from cutaway.engine.shadow import parts_of
 
 State = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
 
 FAILED_STARTS = 3
 PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before a restart: after the first end since a request finished, ...
-DRAIN_SECONDS = 0.05  # what a process said before it ended has arrived when it was silent for so long
-LONGEST_PATH = 90  # a socket's path may have 104 bytes on macOS, 108 on Linux
 
 
 class _Channel:
@@ -56,6 +48,7 @@ class _Channel:
         self._waiting: dict[int, Request] = {}  # not given to an engine yet
         self._live: set[int] = set()  # given to it and not finished
         self._steps: asyncio.Queue[list[Output] | None] = asyncio.Queue()
+        self._given_up = False
         self._settled = asyncio.Event()  # the first start has worked, or has not
 
     def add(self, request: Request) -> None:
@@ -125,7 +118,7 @@ class _Channel:
         self._live.clear()
 
     def _give_up(self, line: str) -> None:
-        self.failure, self.state = line, "failed"
+        self.failure, self.state, self._given_up = line, "failed", True
         self._fail([*self._live, *self._waiting], line)
         self._waiting.clear()
         self._steps.put_nowait(None)
@@ -169,12 +162,13 @@ class InProcessChannel(_Channel):
             with contextlib.suppress(RuntimeError):  # the loop was closed without stop()
                 loop.call_soon_threadsafe(self._handle, message)
 
+        parts = parts_of(self.config)
         try:
-            engine, info = build(self.config, parts_of(self.config))
+            engine, info = build(self.config, parts)
             send(messages.Ready(info))
             drive(engine, self._receive, send)
         except Exception as error:
-            send(messages.Failed(one_line(error)))
+            send(messages.Failed(one_line(find(parts, error) or error)))
 
     def _receive(self, wait: bool) -> list[messages.ToEngine]:
         arrived: list[messages.ToEngine] = [self._inbox.get()] if wait else []
@@ -205,11 +199,17 @@ class ProcessChannel(_Channel):
         self._progress = progress
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
-        self._last_line: str | None = None  # what the engine process said of its own fault
+        self._fault: messages.Failed | None = None  # what the engine process said of its own fault
+        self._faults = Faults(config.parts)
         self._came_up = False  # whether this process has been ready
         self._ends = self._failed_starts = 0  # since a request finished last
-        self._engine: _EngineProcess | None = None
+        self._engine: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Parts whose place the engine's own has taken, and why, in one line."""
+        return self._faults.dropped
 
     @property
     def pid(self) -> int | None:
@@ -225,9 +225,9 @@ class ProcessChannel(_Channel):
         except asyncio.CancelledError:
             await self.stop()
             raise
-        if self.failure is not None:
+        if self._given_up:
             await self.stop()
-            raise CutawayError(self.failure)
+            raise CutawayError(self.failure or "")
 
     async def stop(self) -> None:
         """Ends the process in order: asked, then killed; one that still loads is killed. Leaves no process and no folder.
@@ -260,7 +260,7 @@ class ProcessChannel(_Channel):
                 if any(o.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for o in message.outputs):
                     self._ends = self._failed_starts = 0
             case messages.Failed():
-                self._last_line = message.line
+                self._fault = message
             case messages.Ready():
                 self._came_up = True
 
@@ -271,36 +271,41 @@ class ProcessChannel(_Channel):
     async def _supervise(self) -> None:
         """One process after the other."""
         while True:
-            self._last_line, self._came_up = None, False
+            self._fault, self._came_up = None, False
             try:
                 reason = await self._life()
             except Exception as error:  # no process to be had, no space for its socket
                 reason = f"the engine process cannot be started: {one_line(error)}"
             if self.state == "stopping":
                 return
-            if self.state == "starting":
+            fault = self._fault or messages.Failed(reason)
+            if self.state == "starting" and not fault.hung:
                 return self._give_up(reason)
+            instead = ""
+            if dropped := self._faults.note(fault.parts, fault.line, fault.hung):
+                instead = f" with the engine's own {' and '.join(dropped)}"
+                self._ends = self._failed_starts = 0  # it is not the one that failed
             self._ends += 1
-            self._failed_starts += not self._came_up
+            self._failed_starts += not (self._came_up or dropped)
             if self._failed_starts >= FAILED_STARTS:
                 self._say(line := f"{reason}; given up after {FAILED_STARTS} starts that failed")
                 return self._give_up(line)
             self.state, self.failure = "restarting", reason
             self.restarts += 1
             pause = PAUSES[min(self._ends, len(PAUSES)) - 1]
-            self._say(f"{reason}; restarting it{f' in {pause:g} s' if pause else ''}")
-            if not self._came_up:  # those who waited for it hear of it, too
+            self._say(f"{reason}; restarting it{instead}{f' in {pause:g} s' if pause else ''}")
+            if not (self._came_up or dropped):  # those who waited for it hear of it, too
                 self._live.update(self._waiting)
                 self._waiting.clear()
-            self._fail(self._live, f"{reason}; it is being restarted, send the request again")
+            self._fail(self._live, f"{reason}; it is being restarted{instead}, send the request again")
             await asyncio.sleep(pause)
 
     async def _life(self) -> str:
         """Starts one process and stays until it has ended; answers why it did, in one line."""
-        config = self.config
+        config = replace(self.config, parts=self._faults.kept)
         if config.trace is not None and self.restarts:
             config = replace(config, trace=f"{config.trace}.{self.restarts}")
-        engine = self._engine = _EngineProcess()
+        engine = self._engine = Child()
         reader = asyncio.create_task(engine.read(config, self._handle))
         ended = asyncio.create_task(engine.end())
         try:
@@ -313,6 +318,7 @@ class ProcessChannel(_Channel):
             if reader.done():
                 return f"the engine process sent what cannot be read: {reader.exception()}"
             await engine.drain()
+            self._fault = self._fault or engine.last_words()
             return self._reason(ended.result())
         finally:
             reader.cancel()
@@ -321,78 +327,17 @@ class ProcessChannel(_Channel):
             engine.close()
 
     def _reason(self, status: int) -> str:
-        if self._last_line is not None:
-            return self._last_line if self.state == "starting" else f"the engine process failed ({self._last_line})"
+        if self._fault is not None:
+            line = self._fault.line
+            return line if self.state == "starting" and not self._fault.hung else f"the engine process failed ({line})"
         how = f"exit status {status}"
         if status < 0:
             how = signal.Signals(-status).name
             if status == -signal.SIGKILL:
                 how += ", which the system also sends when memory is short"
-        return f"the engine process ended ({how})"
-
-
-class _EngineProcess:
-    """One engine process and the socket to it."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="cutaway-")  # of mode 0700
-        if len(self._folder) > LONGEST_PATH:
-            os.rmdir(self._folder)
-            self._folder = tempfile.mkdtemp(prefix="cutaway-", dir="/tmp")
-        path = f"{self._folder}/engine"
-        self._context = zmq.asyncio.Context()
-        stdin, self._lifeline = os.pipe()  # the process ends when this end closes, so also when the front is killed
-        self._num_read = 0
-        try:
-            self.socket = self._context.socket(zmq.PAIR)
-            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-                self.socket.setsockopt(option, 0)  # no bounds, so nothing is dropped; nothing is kept for a dead engine
-            self.socket.bind(f"ipc://{path}")
-            # Its standard output is our standard error: a learner's print is seen and never mixed into an answer.
-            # A process group of its own: Ctrl-C in a terminal is the front's to handle.
-            # -P: no module of the folder that it happens to be started in can pass for a library's.
-            command = [sys.executable, "-P", "-m", "cutaway.engine.process", path]
-            self.process = subprocess.Popen(command, stdin=stdin, stdout=2, process_group=0)
-        except BaseException:
-            self._release()
-            raise
-        finally:
-            os.close(stdin)
-
-    async def read(self, config: EngineConfig, handle: Callable[[messages.ToFront], None]) -> None:
-        decoder = messages.front_decoder()
-        await self.socket.send(messages.encode(messages.Start(config, sys.path)))
-        while True:
-            handle(decoder.decode(await self.socket.recv()))
-            self._num_read += 1
-
-    async def drain(self) -> None:
-        """What the process said before it ended is still on its way through the socket."""
-        before = -1
-        while before != self._num_read:
-            before = self._num_read
-            await asyncio.sleep(DRAIN_SECONDS)
-
-    async def end(self) -> int:
-        """The exit status, negative for a signal. Waits on a thread of its own, so at any time and in any loop."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def wait() -> None:
-            self.process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop was closed before the process ended
-                loop.call_soon_threadsafe(ended.set)
-
-        threading.Thread(target=wait, name="cutaway-watch", daemon=True).start()
-        await ended.wait()
-        return self.process.returncode
-
-    def close(self) -> None:
-        """No process and no folder is left after this."""
-        self.process.kill()
-        self.process.wait()
-        self._release()
-
-    def _release(self) -> None:
-        os.close(self._lifeline)
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        line = f"the engine process ended ({how})"
+        if -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # from outside
+            return line
+        line = self._faults.without_a_word(line)
+        self._fault = messages.Failed(line, self._faults.suspects)
+        return line

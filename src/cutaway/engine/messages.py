@@ -15,6 +15,8 @@ from cutaway.core.request import Output, Request, SamplingParams
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.engine import Stats
 
+LAST_WORDS = "last_words"
+
 
 class NewRequest(msgspec.Struct, array_like=True):
     """What the front fills of a `Request`, but for its stop strings, which are text; the rest is born in the engine."""
@@ -72,9 +74,12 @@ class Outputs(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
-    """The last message of an engine process that could not start or go on: one line."""
+    """The last message of an engine process that could not start or go on: one line; the parts at fault, if it was theirs;
+    whether they never came back, in which case this is in the file `LAST_WORDS` beside the socket, not sent through it."""
 
     line: str
+    parts: list[str] = []
+    hung: bool = False
 
 
 ToEngine = Start | Add | Abort | Stop

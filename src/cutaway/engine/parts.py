@@ -30,6 +30,15 @@ from cutaway.core.request import Output, Request, Table
 Process = Literal["front", "engine"]
 
 
+class PartFault(CutawayError):
+    """A part that somebody else wrote is at fault: its line, the parts that can have been it, whether it never came back."""
+
+    def __init__(self, line: str, parts: Sequence[str], hung: bool = False):
+        super().__init__(line)
+        self.parts = list(parts)
+        self.hung = hung
+
+
 class AllocatorLike(Protocol):
     @property
     def num_free(self) -> int: ...
@@ -287,7 +296,8 @@ class Parts:
             own = source == part.default
             module = load_module(source) if own else _load_foreign(part, source)
             if missing := _missing(module, part):
-                raise CutawayError(f"{source} cannot be the part {part.name}: it does not define {', '.join(missing)}")
+                line = f"{source} cannot be the part {part.name}: it does not define {', '.join(missing)}"
+                raise CutawayError(line) if own else PartFault(line, [part.name])
             if part.name in self.observe and source == self.overrides.get(part.name, part.default):
                 module = observed(module, part.offers, self.observe[part.name])
             if own and part.name in self.shadows:
@@ -295,13 +305,12 @@ class Parts:
             self.loaded[key] = module
         return self.loaded[key]
 
-    def blame(self, error: BaseException) -> str | None:
-        """The line of an override in which `error` arose or through which it passed last; None if it is none of theirs."""
-        theirs = {str(Path(source).resolve()): PARTS[name] for name, source in self.overrides.items()}
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if part := theirs.get(frame.filename):
-                return f"{frame.filename}, line {frame.lineno}, in {frame.name} (part {part.name}, stage {part.stage})"
-        return None
+    def files(self) -> dict[str, Part]:
+        """The files of the overrides, as a stack names them."""
+        return {
+            str(getattr(self.loaded.get((name, source)), "__file__", None) or Path(source).resolve()): PARTS[name]
+            for name, source in self.overrides.items()
+        }
 
     def report(self) -> dict[str, dict[str, Any]]:
         """For `/health`: whose file plays each part, and what the reference had to serve in its place."""
@@ -337,14 +346,14 @@ def _load_foreign(part: Part, source: str) -> ModuleType:
         return load_module(source)
     except CutawayError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = getattr(error, "lineno", None)
         if line is None:
             frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(source).resolve()]
             line = frames[-1] if frames else None
         where = source if line is None else f"{source}, line {line}"
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise CutawayError(f"{where}: cannot be the part {part.name} (stage {part.stage}): {what}") from error
+        raise PartFault(f"{where}: cannot be the part {part.name} (stage {part.stage}): {what}", [part.name]) from error
 
 
 def observed(module: ModuleType, names: Iterable[str], observe: Observe) -> ModuleType:
@@ -371,4 +380,4 @@ def _reporting(name: str, function: Callable[..., Any], observe: Observe) -> Cal
     return call
 
 
-__all__ = ["PARTS", "Channel", "Part", "Parts", "load_module"]
+__all__ = ["PARTS", "Channel", "Part", "PartFault", "Parts", "load_module"]

@@ -31,20 +31,13 @@ from cutaway.core.request import FinishReason, Output
 from cutaway.engine import messages
 from cutaway.engine.config import EngineConfig
 from cutaway.engine.engine import Engine
-from cutaway.engine.parts import Parts, load_module
+from cutaway.engine.faults import Watch, find, one_line
+from cutaway.engine.parts import PartFault, Parts, load_module
 from cutaway.engine.shadow import parts_of
 from cutaway.engine.trace import TraceWriter
 
 LINGER = 2000  # milliseconds given to the last message
 TELL = 1.0  # seconds between two reports of the parts, at least, while there is work
-
-
-def one_line(error: BaseException) -> str:
-    """What a person is told of an error: its message if it is one of ours, else its type as well."""
-    text = " ".join(str(error).split())
-    if isinstance(error, CutawayError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def load_backend(config: EngineConfig, parts: Parts) -> Backend:
@@ -161,33 +154,41 @@ class Link:
         self._context.term()  # waits for the last message, at most LINGER
 
 
-def run(link: Link) -> None:
-    """Loads what the first message asks for and serves it. Raises what goes wrong."""
+def run(link: Link, folder: Path) -> None:
+    """Loads what the first message asks for and serves it. Raises what goes wrong; PartFault where a part is at fault."""
     start, *rest = link.receive(wait=True)
     if not isinstance(start, messages.Start):
         raise CutawayError("the first message to an engine process must be Start")
     sys.path[:] = start.path
     link.send(messages.Loading(f"loading {start.config.model}"))
     parts = parts_of(start.config)
+
+    def tell(fault: PartFault) -> None:
+        """The main thread will not come back, and the socket is its own."""
+        message = messages.Failed(one_line(fault), fault.parts, hung=True)
+        (folder / messages.LAST_WORDS).write_bytes(messages.encode(message))
+        os._exit(1)
+
     try:
-        _serve(link, start.config, parts, rest)
-    except CutawayError:
-        raise
-    except Exception as error:
-        if where := parts.blame(error):
-            raise CutawayError(f"{where}: {one_line(error)}") from error
+        _serve(link, start.config, parts, rest, Watch(parts, tell))
+    except BaseException as error:  # a part may well call sys.exit
+        if fault := find(parts, error):
+            raise fault from error
         raise
 
 
-def _serve(link: Link, config: EngineConfig, parts: Parts, backlog: list[messages.ToEngine]) -> None:
+def _serve(link: Link, config: EngineConfig, parts: Parts, backlog: list[messages.ToEngine], watch: Watch) -> None:
     engine, info = build(config, parts)
     gc.collect()
     gc.freeze()  # what is loaded lives as long as the process: the collector need not walk it in every full pass
     link.send(messages.Ready(info))
 
     def receive(wait: bool) -> list[messages.ToEngine]:
+        watch.idle()
         first, backlog[:] = list(backlog), []
-        return first + link.receive(wait and not first)
+        arrived = first + link.receive(wait and not first)
+        watch.begin()
+        return arrived
 
     told, when = info["parts"], time.monotonic()
 
@@ -227,12 +228,12 @@ def main() -> None:
     link = Link(str(path))
     status = 0
     try:
-        run(link)
+        run(link, path.parent)
     except Exception as error:
         status = 1
         if os.environ.get("CUTAWAY_DEBUG") == "1":
             traceback.print_exc()
-        link.send(messages.Failed(one_line(error)))
+        link.send(messages.Failed(one_line(error), error.parts if isinstance(error, PartFault) else []))
     finally:
         link.close()
     sys.exit(status)

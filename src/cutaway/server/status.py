@@ -67,6 +67,8 @@ def _parts(service: Service) -> dict[str, Any]:
     for name, entry in (service.channel.ready.get("parts") or {}).items():
         if entry.get("process") == "engine":
             report[name] = entry
+    for name, line in getattr(service.channel, "dropped", {}).items():
+        report[name]["dropped"] = line
     return report
 
 
