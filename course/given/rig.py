@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from cutaway.backends.fake import FakeBackend
 from cutaway.core.plan import Limits
@@ -18,6 +18,7 @@ from cutaway.engine.engine import Engine
 from cutaway.engine.parts import PARTS, Parts
 
 BLOCK_SIZE = 16
+Preemption = Literal["recompute", "swap"]
 
 
 def parts_with(**modules: ModuleType | Any) -> Parts:
@@ -36,21 +37,21 @@ def limits_of(num_blocks: int, **given: int) -> Limits:
 
 
 def fake_engine(*, num_blocks: int = 65, depth: int = 0, prefix_cache: bool = True, limits: dict[str, int] | None = None,
-                **modules: ModuleType | Any) -> Engine:  # fmt: skip
+                preemption: Preemption = "recompute", **modules: ModuleType | Any) -> Engine:  # fmt: skip
     """An engine on `FakeBackend`, whose answers change if a single block is wrong. modules: parts in place of the engine's."""
     bounds = limits_of(num_blocks, **(limits or {}))
     backend = FakeBackend(num_blocks, bounds.block_size, vocabulary=1000, delay=depth)
-    return Engine(backend, parts_with(**modules), bounds, prefix_cache=prefix_cache, depth=depth)
+    return Engine(backend, parts_with(**modules), bounds, prefix_cache=prefix_cache, depth=depth, preemption=preemption)
 
 
 def ladder_engine(*, num_blocks: int = 65, prefix_cache: bool = True, limits: dict[str, int] | None = None, model: Any = None,
-                  **modules: ModuleType | Any) -> Engine:  # fmt: skip
+                  preemption: Preemption = "recompute", **modules: ModuleType | Any) -> Engine:  # fmt: skip
     """An engine on the torch backend with a model of `course.given.torch_model` (default: the ladder model)."""
     import torch
 
+    from course.given.torch_model import load
     from cutaway.backends.torch.kv_cache import KVCache
     from cutaway.backends.torch.runner import TorchBackend
-    from course.given.torch_model import load
 
     model = model or load()
     bounds = limits_of(num_blocks, **(limits or {}))
@@ -60,7 +61,7 @@ def ladder_engine(*, num_blocks: int = 65, prefix_cache: bool = True, limits: di
         cache = KVCache(model.decoder.config, num_blocks, bounds.block_size, model.dtype,
                         head_first="head_first" in getattr(attention, "SUPPORTS", ()))  # fmt: skip
     backend = TorchBackend(model.decoder, cache, attention, parts, rows=bounds.rows, window=bounds.window, facts={})
-    return Engine(backend, parts, bounds, prefix_cache=prefix_cache)
+    return Engine(backend, parts, bounds, prefix_cache=prefix_cache, preemption=preemption)
 
 
 def request(id: int, tokens: Sequence[int], *, max_tokens: int, stop_ids: Iterable[int] = (), engine: Engine | None = None) -> Request:
