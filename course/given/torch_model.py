@@ -64,13 +64,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     mask: bool [tokens, keys] or [batch, tokens, keys], True where a query may look; every query needs one such key, or its
     output is NaN. None: every query looks at every key. Answers [batch, tokens, heads, dim].
     """
-    group = q.shape[2] // k.shape[2]
+    grouped = q.shape[2] != k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if mask is not None:
         mask = mask[None, None] if mask.dim() == 2 else mask[:, None]
-    if group > 1:
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
 class Layer:
