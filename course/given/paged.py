@@ -135,6 +135,10 @@ class BytesMade(TorchDispatchMode):
         super().__init__()
         self.total = self.largest = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch asks; with True it imports its compiler, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
