@@ -48,6 +48,7 @@ def tiny_pool_finishes(lab: Lab) -> None:
 def preemptions_bounded(lab: Lab) -> None:
     """preemptions beyond block crossings"""
     beyond = tight = roomy = 0
+    example = ""
     full = Mix([(list(range(8)), 4), (list(range(20, 24)), 4)], 3, {"rows": 4, "budget": 64, "chunk": 64, "block_size": SIZE})
     for mix in (full, *mixes(2, 40)):  # full: the first one's next token takes the last block, and nobody else may have it
         ran = play(lab, mix)
@@ -55,7 +56,10 @@ def preemptions_bounded(lab: Lab) -> None:
         lab.equal(
             [r.preemptions for r in ran.requests], counts, "request.preemptions", "`request.preemptions` is not counted up"
         )
-        beyond += sum(max(0, count - bound) for count, bound in zip(counts, crossings(mix), strict=True))
+        bounds = crossings(mix)
+        beyond += sum(max(0, count - bound) for count, bound in zip(counts, bounds, strict=True))
+        if beyond and not example:
+            example = f"preemptions by request {counts}, crossings of it and of older ones {bounds}, in {mix.usable} blocks"
         tight += sum(counts)
         roomy += len(play(lab, mix, usable=200).seen.preemptions)
     lab.measure(
@@ -64,7 +68,7 @@ def preemptions_bounded(lab: Lab) -> None:
     lab.measure(
         tight, name="preemptions in tiny pools", gate="> 0", probably="nobody is ever preempted: who grows, and into what?"
     )
-    lab.measure(beyond)
+    lab.measure(beyond, detail=example)
 
 
 @check(
