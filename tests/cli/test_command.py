@@ -255,9 +255,9 @@ def served(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     )
     try:
         assert process.stdout is not None
-        first = process.stdout.readline()
-        assert "http://" in first, process.communicate(timeout=30)
-        yield process, first.rsplit(" ", 1)[1].strip()
+        page = next((line for line in process.stdout if line.split()[:1] == ["Page"]), "")
+        assert "http://" in page, process.communicate(timeout=30)
+        yield process, page.split()[1].rstrip("/")
     finally:
         process.kill()
         process.communicate()

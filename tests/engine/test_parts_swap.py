@@ -86,9 +86,9 @@ def server(model: Path, backend: str, parts: dict[str, str]) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
-            banner = process.stdout.readline()
-            assert " at http://" in banner, banner
-            yield banner.split(" at ")[1].strip()
+            page = next((line for line in process.stdout if line.split()[:1] == ["Page"]), "")
+            assert "http://" in page
+            yield page.split()[1].rstrip("/")
         finally:
             process.terminate()
             assert gone_within(process.pid, 20) or process.kill()

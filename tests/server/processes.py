@@ -45,10 +45,12 @@ def serve_process(config: Mapping[str, Any], environment: Mapping[str, str], **o
 def banner_of(server: subprocess.Popen[str]) -> list[str]:
     assert server.stdout is not None
     assert server.stderr is not None
-    lines = [server.stdout.readline(), server.stdout.readline()]
-    assert lines[0].startswith("Cutaway serves"), (lines, server.stderr.read())
+    lines = [server.stdout.readline()]
+    while not lines[-1].startswith("Ready"):
+        assert lines[-1], (lines, server.stderr.read())
+        lines.append(server.stdout.readline())
     return lines
 
 
 def url_of(server: subprocess.Popen[str]) -> str:
-    return banner_of(server)[0].split(" at ")[1].strip()
+    return next(line for line in banner_of(server) if line.split()[:1] == ["Page"]).split()[1].rstrip("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from processes import banner_of, serve_process, url_of
 
 import tiny
 from cutaway.core.errors import CutawayError
+from cutaway.engine.parts import PARTS
 from cutaway.server.serve import bind, serve
 
 FAKE = "cutaway.backends.fake:create"
@@ -57,10 +59,16 @@ def body(model: Path, tokens: int, stream: bool = True) -> dict[str, Any]:
 def test_the_banner_says_where_and_what_and_the_page_is_there_then(model: Path) -> None:
     with process(model) as server:
         lines = banner_of(server)
-        url = lines[0].split(" at ")[1].strip()
-        assert lines[0].startswith(f"Cutaway serves {model.stem} at http://127.0.0.1:")
-        for words in ("window 256 tokens", "blocks of 16 tokens", "MiB", "16 rows", "512 tokens a step", "started in"):
-            assert words in lines[1]
+        assert lines[0] == f"Cutaway   {model.stem}\n"
+        rows = dict(line.strip().split(maxsplit=1) for line in lines if line.startswith("  ") and " " in line.strip())
+        url = rows["Page"].removesuffix("/")
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
+        assert rows["API"] == f"{url}/v1"
+        assert rows["KV"].startswith("pool     257 blocks of 16 tokens, 0.0 MiB, room for 4,096 tokens")
+        assert rows["A"] == "step      at most 16 requests and 512 tokens"
+        assert rows["Reference"] == f"all {len(PARTS)} parts"
+        assert re.fullmatch(r"Ready in [\d.]+ s\. Ctrl-C finishes what is running, twice stops at once\.\n", lines[-1])
+        assert max(map(len, lines)) <= 81
         with httpx.Client(base_url=url, timeout=20) as http:
             assert http.get("/").status_code == 200
             assert http.get("/ready").json() == {"ready": True, "state": "ready"}

@@ -56,9 +56,12 @@ def loaded(config: EngineConfig) -> Generator[LLM]:
 
     with Console(stderr=True).status(f"loading {config.model}"):
         from cutaway.engine.llm import LLM
+        from cutaway.engine.parts import PARTS
 
         llm = LLM(**{name: getattr(config, name) for name in EngineConfig.__dataclass_fields__})
     with llm:
+        if own := [f"{name}.py ({PARTS[name].stage})" for name in llm.parts.overrides]:
+            print(f"with your {', '.join(own)}", file=sys.stderr)
         yield llm
 
 

@@ -112,21 +112,51 @@ def _of(own: int | None, window: int) -> str:
     return f" of {own:,}, as many as the KV blocks hold" if own is not None and own > window else ""
 
 
+DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}  # torch's names, and those of --dtype
+
+
+def _model(name: str, backend: dict[str, Any]) -> str:
+    """What computes: the weights as they are in memory, whatever the file had, and where."""
+    weights = str(backend.get("quantization") or backend.get("dtype") or "")
+    facts = [DTYPES.get(weights, weights)] if weights else []
+    if backend.get("weight_bytes"):
+        facts.append(f"{backend['weight_bytes'] / 1e6:,.1f} MB")
+    where = f"{backend['backend']} on {backend.get('device', 'CPU')}" if "backend" in backend else ""
+    threads = f", {backend['threads']} threads" if where and "threads" in backend else ""
+    return "   ".join(field for field in ("Cutaway", name, ", ".join(facts), where + threads) if field)
+
+
+def _played(report: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Whose files play, with their stages."""
+    own = [f"{name}.py ({part['stage']})" for name, part in report.items() if not part["reference"]]
+    beside = [f"{name}.py ({part['stage']})" for name, part in report.items() if "shadow" in part]
+    others = sum(part["reference"] for part in report.values())
+    rows = [("Yours", "  ".join(own)), ("Beside", "  ".join(beside))]
+    rows += [("Dropped", f"{name}: {part['dropped']}") for name, part in report.items() if "dropped" in part]
+    return [*rows, ("Reference", f"{others} other parts" if own else f"all {others} parts")]
+
+
 def banner(service: Service, url: str, seconds: float) -> str:
-    """What is printed when the server is ready."""
+    """What is printed when the server is ready. Its last line begins with Ready."""
+    from cutaway.server.status import parts_report  # loaded beside the engine, as the app is
+
     info: dict[str, Any] = service.channel.ready
     backend: dict[str, Any] = info.get("backend") or {}
     blocks, size = info["kv_blocks"], info["block_size"]
-    facts = [
-        f"dtype {backend['dtype']}" if "dtype" in backend else None,
-        f"window {info['window']:,} tokens{_of(backend.get('window'), info['window'])}",
-        f"{blocks:,} blocks of {size} tokens ({info.get('kv_bytes', 0) / 2**20:,.1f} MiB)",
-        f"{info['rows']} rows, {info['budget']} tokens a step",
-        f"started in {seconds:.1f} s",
+    pool = f"{blocks:,} blocks of {size} tokens, {info.get('kv_bytes', 0) / 2**20:,.1f} MiB"
+    rows = [
+        ("KV pool", f"{pool}, room for {(blocks - 1) * size:,} tokens"),
+        ("Window", f"{info['window']:,} tokens{_of(backend.get('window'), info['window'])}"),
+        ("A step", f"at most {info['rows']:,} requests and {info['budget']:,} tokens"),
+        ("Preemption", "swap: blocks are kept on the host" if info.get("preemption") == "swap" else ""),
+        *_played(parts_report(service)),
+        ("", " "),
+        ("API", f"{url}/v1" + (" (with the API key)" if service.api_key else "")),
+        ("Page", f"{url}/"),
     ]
-    key = "The API key is demanded by /v1." if service.api_key else ""
-    lines = [f"Cutaway serves {service.front.model_name} at {url}", "  " + ", ".join(f for f in facts if f), key]
-    return "\n".join(line for line in lines if line)
+    lines = [f"  {name:<11} {value}".rstrip() for name, value in rows if value]
+    ready = f"Ready in {seconds:.1f} s. Ctrl-C finishes what is running, twice stops at once."
+    return "\n".join([_model(service.front.model_name, backend), "", *lines, "", ready])
 
 
 def _load_app() -> Callable[[Service], ASGIApp]:

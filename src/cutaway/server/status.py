@@ -54,14 +54,14 @@ def health(service: Service) -> Response:
             "waiting": getattr(stats, "waiting", 0),
         },
         "kv": {"block_size": front.block_size, "bytes": ready.get("kv_bytes", 0), **blocks_of(service)},
-        "parts": _parts(service),
+        "parts": parts_report(service),
         "uptime_seconds": round(time.time() - service.started, 3),
         "versions": {"cutaway": service.version, "python": platform.python_version()},
     }
     return json_response(body, 200 if service.up else 503)
 
 
-def _parts(service: Service) -> dict[str, Any]:
+def parts_report(service: Service) -> dict[str, Any]:
     """Whose file plays each part. What the engine's process reports of its own parts goes before what the front knows."""
     report = service.parts.report()
     for name, entry in (service.channel.ready.get("parts") or {}).items():
