@@ -106,7 +106,7 @@ class PrefixCache:
         goes back to the allocator, and is then allocated from there.
 
         Where `n` is more than num_free, the allocator's OutOfBlocks reaches the caller, and nothing has changed: no block
-        was evicted. It runs every step: the time that an eviction takes must not grow with the pool.
+        was evicted. It runs every step: keep cached blocks in the order of their use, and do not search for the oldest.
         """
         raise NotImplementedError
 

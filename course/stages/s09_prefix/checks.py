@@ -48,6 +48,7 @@ def full_blocks_only(lab: Lab) -> None:
     for size in (SIZE, 5):
         tokens = prompt(2, 200)
         whole = lab.app.chain(tokens, size)
+        lab.equal(len(whole), 200 // size, f"hashes of 200 tokens in blocks of {size}")
         for length in range(200):
             got = lab.app.chain(tokens[:length], size)
             if got != whole[: length // size]:
@@ -76,6 +77,12 @@ def nothing_unpublished_is_found(lab: Lab) -> None:
     off.release(held)
     hits += len(off.lookup(names))
     lab.equal(counts(off), (8, 0, 0), "(free, cached, used) with publish=False after all were released")
+    engine = engine_with(lab, 65, chunk=32, budget=48)  # a prompt of 96 comes in slices, and an equal one a step later
+    first, second = request(0, prompt(3, 96), max_tokens=4), request(1, prompt(3, 96), max_tokens=4)
+    for arrived in (first, second):
+        engine.add(arrived)
+        engine.step()
+    lab.equal(second.num_cached, 32, "tokens found by the second, when 32 of the first were computed and 32 planned")
     lab.measure(hits)
 
 
@@ -126,12 +133,13 @@ def lookup_takes_a_reference(lab: Lab) -> None:
     found = list(cache.lookup(names[:4]))
     lab.equal(cache.num_free, 6, "num_free while 4 of 10 blocks are held by a lookup")
     others: list[int] = []
-    while True:  # everybody else takes all that there is
+    for _ in range(20):  # everybody else takes all that there is
         try:
             others += cache.allocate(1)
         except OutOfBlocks:
             break
-        lab.expect(len(others) <= 20, "allocate gives more blocks than there are", f"{len(others)} of a pool of 10")
+    else:
+        lab.expect(False, "allocate has to raise OutOfBlocks when nothing is left", f"a pool of 10 gave {len(others)} more")
     lost = len(set(found) & set(others))
     cache.release(others)
     lab.measure(lost, detail=f"found {found}, then handed out {others}")
