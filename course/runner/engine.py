@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 from course.runner.declaration import Stage, ladder
@@ -33,7 +34,7 @@ def parts(progress: Progress, typed: set[str]) -> list[tuple[str, Stage]]:
 
 def typed_parts(arguments: list[str]) -> set[str]:
     """Names of the parts that a person has given files for."""
-    given = [after for before, after in zip(arguments, arguments[1:], strict=False) if before == "--part"]
+    given = [after for before, after in itertools.pairwise(arguments) if before == "--part"]
     given += [a.removeprefix("--part=") for a in arguments if a.startswith("--part=")]
     return {g.partition("=")[0] for g in given}
 

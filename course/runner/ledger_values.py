@@ -1,4 +1,6 @@
-"""The last own ledger's numbers, for the guides: {"machine": ..., "date": ..., "rows": [{"id": "naive", "stage": "01", ...}]}."""
+"""The last own ledger's numbers, for the guides. A ledger is JSON:
+{"machine": ..., "date": ..., "rows": [{"id": "naive", "stage": "01", "tokens_per_second": ..., ...}]}.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def told(result: Result) -> dict[str, Any]:
 def write(proofs: list[Proof], track: Track, gpu: bool) -> list[Path]:
     """Writes both files; answers their paths."""
     here = machine(gpu)
-    stages = [{"stage": p.stage.id, "title": p.stage.title, "seconds": round(p.seconds, 1), "checks": [told(r) for r in p.answers],
+    stages = [{"stage": p.stage.id, "title": p.stage.title, "seconds": round(p.seconds, 1),
+               "checks": [told(r) for r in p.answers],
                "faults": p.caught, "complaints": p.complaints} for p in proofs]  # fmt: skip
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     path = ROOT / "benchmarks" / "results" / f"ladder-{here['name']}.json"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
+import contextlib
+import itertools
 import shutil
 import time
 from pathlib import Path
@@ -85,16 +86,11 @@ def _apply(stage: Stage, track: Track) -> str:
     target, answer = stage.file(track), ROOT / stage.answers[track]
     backup = ""
     try:
-        if target.is_file():
-            for n in range(1, 10_000):
-                backup = f"{target.name}.bak-{n}"
-                try:
-                    handle = os.open(target.with_name(backup), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                    break
-                except FileExistsError:
-                    continue
-            with os.fdopen(handle, "wb") as file:
+        for n in itertools.count(1) if target.is_file() else ():
+            backup = f"{target.name}.bak-{n}"
+            with contextlib.suppress(FileExistsError), open(target.with_name(backup), "xb") as file:
                 file.write(target.read_bytes())
+                break
         shutil.copyfile(answer, target)
     except OSError as error:
         raise Problem(f"cannot write to {target.parent}: {error.strerror}") from None

@@ -23,7 +23,8 @@ def settle(progress: Progress, run: Run) -> str:
         return ""
     measure = found[1]
     last |= {"measured": measure.value, "unit": measure.unit}
-    return f"You expected {figure(last['value'], measure.unit)} and measured {figure(measure.value, measure.unit, measure.gate)}: {off(last)}."
+    measured = figure(measure.value, measure.unit, measure.gate)
+    return f"You expected {figure(last['value'], measure.unit)} and measured {measured}: {off(last)}."
 
 
 def off(prediction: dict[str, Any]) -> str:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,8 @@ def better(measure: Measure, than: float) -> bool:
 
 
 def _set_aside(why: str) -> None:
-    for n in range(1, 1000):
-        aside = PATH.with_name(f"{PATH.name}.damaged-{n}")
-        if not os.path.lexists(aside):
-            break
+    names = (PATH.with_name(f"{PATH.name}.damaged-{n}") for n in itertools.count(1))
+    aside = next(path for path in names if not os.path.lexists(path))
     try:
         os.rename(PATH, aside)
     except OSError as error:
@@ -161,7 +160,7 @@ def load() -> Progress:
 
 
 @contextlib.contextmanager
-def changing() -> Iterator[Progress]:
+def changing() -> Generator[Progress]:
     """Progress to change: one process at a time, written whole or not at all. Raises Problem where nothing can be written."""
     lock = os.open(ROOT, os.O_RDONLY)
     try:

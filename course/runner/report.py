@@ -6,7 +6,7 @@ import linecache
 import re
 from dataclasses import dataclass, field
 
-from course.runner.checking import Measure, Result
+from course.runner.checking import Measure, Result, passes
 from course.runner.declaration import ROOT, Stage, Track
 from course.runner.progress import Progress, better
 from course.runner.terminal import WIDTH, Screen, figure, gate_of, must
@@ -116,7 +116,7 @@ def table(screen: Screen, run: Run, shown: list[Result], verbose: bool) -> None:
 
 
 def choose(run: Run) -> list[Result]:
-    """What a run without failures lists: the stage's number, what was not measured, then numbers, then the rest; in file order."""
+    """What a run without failures lists: the stage's number, what was not measured, numbers, the rest; in file order."""
     first = [r for r in run.results if r.name == run.stage.number]
     rest = sorted((r for r in run.results if r not in first), key=lambda r: (r.verdict == "passed", not r.measures))
     return (first + rest)[: max(SHOWN, len(first) + len(run.of("not measured")))]
@@ -180,9 +180,8 @@ def _unwritten(screen: Screen, run: Run, results: list[Result]) -> None:
         lines[r.where] = lines.get(r.where, 0) + 1
     for where, count in sorted(lines.items(), key=lambda at: int(at[0].rpartition(":")[2] or 0)):
         if where:
-            screen.say(
-                f"  {screen.pad(_enclosing(where), 44)}  {screen.dim(where)}{screen.dim(f'  ({count})') if len(lines) > 1 else ''}"
-            )
+            many_of = f"  ({count})" if len(lines) > 1 else ""
+            screen.say(f"  {screen.pad(_enclosing(where), 44)}  {screen.dim(where + many_of)}")
     screen.say()
 
 
@@ -199,7 +198,7 @@ def _enclosing(where: str) -> str:
 
 def _failure(screen: Screen, run: Run, r: Result, traceback: bool) -> None:
     screen.say(f"{screen.mark('failed')}{screen.paint(r.claim, 31)}")
-    if r.measures and (m := headline(r)).gate and not r.reason.startswith(f"{type(r).__name__}:"):
+    if r.measures and not passes((m := r.measures[-1]).gate, m.value):  # a number that misses its gate is the last one
         name = "" if m.name == r.claim else f"{m.name}: "
         screen.say(f"  {name}measured {screen.bold(figure(m.value, m.unit, m.gate))}, must be {must(m.gate, m.unit)}")
     screen.say()
@@ -260,5 +259,7 @@ def _not_measured(screen: Screen, run: Run) -> None:
     needs = {c.name: c.needs for c in run.stage.claims(run.track)}
     lacking = run.of("not measured")
     if lacking and not run.of("failed") and all(needs.get(r.name) for r in lacking) and run.origin == "app":
-        screen.paragraph("Neither passed nor failed: ./vc submit banks this stage as provisional, and offers it again when a GPU"
-                         " is there.", indent="", style="dim")  # fmt: skip
+        told = (
+            "Neither passed nor failed: ./vc submit banks this stage as provisional, and offers it again when a GPU is there."
+        )
+        screen.paragraph(told, indent="", style="dim")

@@ -16,6 +16,7 @@ from pathlib import Path
 from course.runner.declaration import ROOT
 
 KEY = "Cutaway-Stage"
+PATIENCE = 2.0  # seconds for another git to let go of the index
 BUSY = {"MERGE_HEAD": "a merge", "CHERRY_PICK_HEAD": "a cherry-pick", "REVERT_HEAD": "a revert",
         "rebase-merge": "a rebase", "rebase-apply": "a rebase"}  # fmt: skip
 IDENTITY = 'no name and e-mail are set for git: git config user.name "Your Name"\n    git config user.email you@example.com'
@@ -73,13 +74,14 @@ def commit(subject: str, value: str) -> str:
     for name, what in BUSY.items():
         if (folder / name).exists():
             raise NoCommit(f"{what} is in progress: finish it")
-    for attempt in range(8):
+    until = time.monotonic() + PATIENCE
+    while True:
         done = _commit(f"{subject}\n\n{KEY}: {value}\n")
         if done.returncode == 0:
             return git("rev-parse", "HEAD").stdout.strip()
-        if "index.lock" not in done.stderr:
+        if "index.lock" not in done.stderr or time.monotonic() > until:
             break
-        time.sleep(0.25 if attempt < 7 else 0)
+        time.sleep(0.25)
     raise NoCommit(_why(done.stderr + "\n" + done.stdout, folder))
 
 

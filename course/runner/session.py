@@ -108,7 +108,8 @@ class Worker:
 
 
 def result_of(told: dict[str, Any]) -> Result:
-    return Result(**(told | {"measures": [Measure(**m) for m in told["measures"]]}))
+    measures = [Measure(**m) for m in told.pop("measures")]
+    return Result(**told, measures=measures)
 
 
 def results(stage: Stage, track: Track, origin: str, jobs: list[Job]) -> Iterator[tuple[Job, Result]]:

@@ -6,11 +6,11 @@ from course.runner import guide, repository
 from course.runner.arguments import Parser, stage_here
 from course.runner.checking import Result
 from course.runner.declaration import Stage, Track, ladder
-from course.runner.problems import Problem, Refused
+from course.runner.problems import Refused
 from course.runner.progress import changing, load
 from course.runner.report import Run, show
 from course.runner.terminal import Screen
-from course.runner.testing import counting, keep, run_checks
+from course.runner.testing import counting, keep, must_have_file, run_checks
 
 QUIET = "close what else is running, plug the machine in, and try again; ./vc test asks as often as you like"
 
@@ -55,10 +55,7 @@ def submit(arguments: list[str]) -> int:
     progress = load()
     track = progress.track
     stage = stage_here(given.stage, track, progress)
-    if not stage.file(track).is_file():
-        raise Problem(
-            f"there is no app/{stage.file(track).name}; git restores it: git checkout -- app/{stage.file(track).name}"
-        )
+    must_have_file(stage, track)
     screen = Screen()
     run = run_checks(stage, track, "app", [c.name for c in stage.claims(track)], counting(screen))
     predicted = keep(run, True)

@@ -11,6 +11,7 @@ from typing import TextIO
 from course.runner.checking import Verdict, passes
 
 WIDTH = 78
+# ruff: noqa: RUF001  # these are the characters that are replaced
 PLAIN = str.maketrans({
     "✓": "ok", "✗": "FAIL", "○": "--", "▸": ">", "·": ".", "★": "*", "☆": ".", "…": "...", "×": "x", "÷": "/", "≥": ">=",
     "≤": "<=", "→": "->", "–": "-", "—": "-", "−": "-", "’": "'", "‘": "'", "“": '"', "”": '"', "≈": "~", "²": "^2", "µ": "u",
@@ -93,7 +94,7 @@ def number(value: float, gate: str = "") -> str:
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     if bound and "." in bound[0] and not bound[1]:
-        decimals = len(bound[0].split(".")[1])
+        decimals, text, more = len(bound[0].split(".")[1]), "", 0
         for more in range(decimals, decimals + 5):
             text = f"{value:.{more}f}"
             if passes(gate, float(text)) == passes(gate, value):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from course.runner.arguments import Parser, stage_here
 from course.runner.checking import Result
 from course.runner.declaration import Stage, Track, ladder
 from course.runner.environment import has_gpu
 from course.runner.predictions import settle
-from course.runner.problems import Problem, Refused
+from course.runner.problems import Problem
 from course.runner.progress import Progress, changing, load
 from course.runner.report import Run, show, totals
 from course.runner.session import Job, results
@@ -37,13 +39,10 @@ def run_checks(
     return run
 
 
-def chosen(stage: Stage, track: Track, word: str | None) -> list[str]:
-    """Names of the checks whose name or claim holds `word`."""
-    claims = stage.claims(track)
-    found = [c.name for c in claims if word is None or word.lower() in c.name.lower() or word.lower() in c.claim.lower()]
-    if not found:
-        raise Problem(f"no check of stage {stage.id} has {word!r} in its name; they are {', '.join(c.name for c in claims)}")
-    return found
+def named(stage: Stage, track: Track, word: str | None) -> list[str]:
+    """The checks whose name or claim holds `word`; all without one."""
+    low = (word or "").lower()
+    return [c.name for c in stage.claims(track) if low in c.name.lower() or low in c.claim.lower()]
 
 
 def keep(run: Run, whole: bool) -> str:
@@ -75,7 +74,7 @@ def counting(screen: Screen) -> Callable[[Result, int], None] | None:
     return heard
 
 
-def parse(arguments: list[str]) -> tuple[Parser, object]:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("test", "Runs the checks of a stage: of the one you are at, of stage n, or of all.")
     parser.add_argument("stage", nargs="?", metavar="n|all", help="the stage; without it, the one you are at")
     parser.add_argument("-k", metavar="NAME", dest="name", help="only checks whose name or claim holds NAME")
@@ -86,81 +85,65 @@ def parse(arguments: list[str]) -> tuple[Parser, object]:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
     parser.add_argument("-v", "--verbose", action="store_true", help="every check, every number")
     parser.add_argument("--traceback", action="store_true", help="with the traceback of what failed")
-    return parser, parser.parse_args(arguments)
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    _, given = parse(arguments)
+    given = parse(arguments)
     progress = load()
     track: Track = given.track or progress.track
     origin = "answers" if given.answers else "app"
-    if given.stage == "all":
-        stages = [s for s in ladder()[1] if s.is_here(track)]
-    else:
-        stages = [stage_here(given.stage, track, progress)]
-    if not stages:
-        raise Refused("no stage of this track is in this version yet")
-    for stage in stages:
-        if origin == "app" and not stage.file(track).is_file():
-            raise Problem(
-                f"there is no app/{stage.file(track).name}; git restores it: git checkout -- app/{stage.file(track).name}"
-            )
-    work = [(s, [c.name for c in s.claims(track)] if given.stage == "all" and given.name is None else None) for s in stages]
-    picked = [(s, names or _chosen_or_none(s, track, given.name, given.stage == "all")) for s, names in work]
-    if not any(names for _, names in picked):
-        raise Problem(f"no check has {given.name!r} in its name; ./vc guide n lists those of a stage")
+    every = given.stage == "all"
+    stages = [s for s in ladder()[1] if s.is_here(track)] if every else [stage_here(given.stage, track, progress)]
+    picked = [(s, names) for s in stages if (names := named(s, track, given.name))]
+    if not picked:
+        known = "./vc guide n lists those of a stage" if every else f"they are {', '.join(named(stages[0], track, None))}"
+        raise Problem(f"no check{'' if every else f' of stage {stages[0].id}'} has {given.name!r} in its name; {known}")
+    for stage, _ in picked if origin == "app" else ():
+        must_have_file(stage, track)
     if given.json:
         return _as_json(picked, track, origin, given.name is None)
-    screen = Screen()
-    if given.stage == "all":
-        return _all(screen, picked, track, origin, given)
-    return _one(screen, picked[0][0], picked[0][1], track, origin, given, progress)
+    if every:
+        return _all(Screen(), picked, track, origin, given)
+    return _one(Screen(), *picked[0], track, origin, given, progress)
 
 
-def _chosen_or_none(stage: Stage, track: Track, word: str | None, many: bool) -> list[str]:
-    try:
-        return chosen(stage, track, word)
-    except Problem:
-        if many:
-            return []
-        raise
+def must_have_file(stage: Stage, track: Track) -> None:
+    """Raises Problem where the learner's file is gone."""
+    if not (path := stage.file(track)).is_file():
+        raise Problem(f"there is no app/{path.name}; git brings the stub back: git checkout -- app/{path.name}")
 
 
-def _one(screen: Screen, stage: Stage, names: list[str], track: Track, origin: str, given, progress: Progress) -> int:
+def _one(
+    screen: Screen, stage: Stage, names: list[str], track: Track, origin: str, given: argparse.Namespace, progress: Progress
+) -> int:
     run = run_checks(stage, track, origin, names, counting(screen))
     predicted = keep(run, given.name is None)
     show(screen, run, given.verbose, given.traceback)
     if predicted:
         screen.say(predicted)
     failed = run.of("failed")
-    again = f"./vc test {stage.id.lstrip('0')}"
+    number = stage.id.lstrip("0")
     if failed:
         if not given.traceback and any(r.traceback and r.reason for r in failed):
-            screen.say(screen.dim(f"Traceback: {again} -k {failed[0].name} --traceback"))
+            screen.say(screen.dim(f"Traceback: ./vc test {number} -k {failed[0].name} --traceback"))
         if origin == "app":
             first = next((r for r in failed if r.where), failed[0])
-            screen.next(f"edit {first.where or run.file}", f", then {screen.bold(again)}")
+            screen.next(f"edit {first.where or run.file}", f", then {screen.bold(f'./vc test {number}')}")
         return 1
     if given.name is not None:
-        screen.next(again)
+        screen.next(f"./vc test {number}")
+    elif origin == "app" and progress.banked(stage, track) is None:
+        screen.next("./vc submit" if progress.current(track) == stage else f"./vc submit {number}")
     elif origin == "app":
-        open_ = progress.banked(stage, track) is None
-        screen.next(
-            "./vc submit"
-            if open_ and progress.current(track) == stage
-            else f"./vc submit {stage.id.lstrip('0')}"
-            if open_
-            else "./vc"
-        )
+        screen.next("./vc")
     return 0
 
 
-def _all(screen: Screen, picked: list[tuple[Stage, list[str]]], track: Track, origin: str, given) -> int:
+def _all(screen: Screen, picked: list[tuple[Stage, list[str]]], track: Track, origin: str, given: argparse.Namespace) -> int:
     every: list[Result] = []
     began = time.monotonic()
     for stage, names in picked:
-        if not names:
-            continue
         run = run_checks(stage, track, origin, names)
         keep(run, given.name is None)
         every += run.results
@@ -176,25 +159,24 @@ def _all(screen: Screen, picked: list[tuple[Stage, list[str]]], track: Track, or
         counts = f"{len(run.of('passed'))} of {len(run.results)}"
         left = f"  {screen.mark(verdict)}{stage.id}  {stage.title}"
         line = screen.pad(left, 42) + counts.rjust(9) + measured.rjust(16)
-        screen.say(line + screen.dim(f"{run.seconds:.1f} s".rjust(WIDTH_LEFT)))
+        screen.say(line + screen.dim(f"{run.seconds:.1f} s".rjust(11)))
     screen.say()
     screen.ends(totals(every), screen.dim(f"{time.monotonic() - began:.1f} s"))
     return int(any(r.verdict == "failed" for r in every))
 
 
-WIDTH_LEFT = 11
-
-
 def _as_json(picked: list[tuple[Stage, list[str]]], track: Track, origin: str, whole: bool) -> int:
-    told = []
+    told: list[dict[str, Any]] = []
     for stage, names in picked:
-        run = run_checks(stage, track, origin, names) if names else Run(stage, track, origin)
-        if names and (line := keep(run, whole)):
+        run = run_checks(stage, track, origin, names)
+        if line := keep(run, whole):
             warn(line)
         for r in run.results:
             entry = asdict(r)
-            measures = [m | {k: v for k in ("value", "baseline") if isinstance(v := m[k], float) and not math.isfinite(v) and not (v := None)}
-                        for m in entry["measures"]]  # fmt: skip
+            measures = [
+                {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in m.items()}
+                for m in entry["measures"]
+            ]
             reason = ": ".join(t for t in (r.probably, r.reason) if t)
             told.append(entry | {"measures": measures, "reason": reason, "detail": r.reason, "seconds": round(r.seconds, 3)})
     json.dump({"track": track, "checks": told}, sys.stdout, indent=1, allow_nan=False)

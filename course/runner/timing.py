@@ -30,7 +30,8 @@ class Ratio:
 
     @property
     def told(self) -> str:
-        return f"{self.first * 1e3:.2f} ms against {self.second * 1e3:.2f} ms, {self.low:.2f} to {self.high:.2f} x over {self.rounds} pairs"
+        times = f"{self.first * 1e3:.2f} ms against {self.second * 1e3:.2f} ms"
+        return f"{times}, {self.low:.2f} to {self.high:.2f} x over {self.rounds} pairs"
 
 
 def clock(device: str) -> Callable[[], float]:
@@ -73,7 +74,8 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 def ratio(first: Callable[[], object], second: Callable[[], object], decided: Callable[[float, float], bool],
           device: str = "cpu", rounds: int = 7) -> Ratio:  # fmt: skip
     """first's time over second's. Goes on past `rounds` pairs, up to MOST times as many, until `decided(low, high)`."""
-    first(), second()  # what only a first call pays: allocations, compilation
+    first()
+    second()  # what only a first call pays: allocations, compilation
     ratios: list[float] = []
     firsts: list[float] = []
     seconds_: list[float] = []

@@ -229,6 +229,8 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--serve"]:
         try:
             serve()
+        except BrokenPipeError:
+            os._exit(0)  # whoever asked has heard enough
         except BaseException as error:  # ours, or a KeyboardInterrupt that checked code raises: the runner says what it meant
             if os.environ.get("CUTAWAY_DEBUG") == "1":
                 raise
@@ -245,9 +247,8 @@ def main(arguments: list[str]) -> int:
     bad = 0
     for r in run_stage(chosen, "torch", "answers" if "--answers" in flags else "app", names):
         numbers = ", ".join(f"{m.value:.6g}{m.unit and ' ' + m.unit} [{m.gate}]" for m in r.measures)
-        print(
-            f"{r.verdict:12} {r.seconds:6.2f} s  {r.claim:40} {numbers} {r.probably and 'probably: ' + r.probably} {r.reason} {r.where}"
-        )
+        why = f"{r.probably and 'probably: ' + r.probably} {r.reason} {r.where}"
+        print(f"{r.verdict:12} {r.seconds:6.2f} s  {r.claim:40} {numbers} {why}")
         if "--traceback" in flags and r.traceback:
             print(r.traceback)
         bad += r.verdict == "failed"

@@ -197,8 +197,8 @@ MIXED = (
         ("", "4", "nothing", "10 0 0", "14 passed, 2 failed", 1),  # no result at all
         ("<testsuites>", "0", "nothing", "10 0 0", "14 passed, 1 failed", 1),  # cut short
     ],
-    ids=["all pass", "some fail", "a check fails", "a stage fails", "no ladder", "status 1 alone", "internal error", "all at once",
-         "no result", "cut short"],
+    ids=["all pass", "some fail", "a check fails", "a stage fails", "no ladder", "status 1 alone", "internal error",
+         "all at once", "no result", "cut short"],
 )  # fmt: skip
 def test_verify_ends_with_the_count(
     clone: Path, result: str, status: str, broken: str, ladder: str, last: str, code: int

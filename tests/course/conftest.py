@@ -71,9 +71,31 @@ def on_a_card(lab: Lab) -> None:
     lab.measure(9.0)
 '''
 SHARED_CHECKS = CHECKS.partition('\n\n@check(probably="the card')[0] + "\n"
-ANSWER = '"""Sums."""\n\n\ndef add(a, b):\n    """The sum."""\n    return a + b\n\n\nclass Adder:\n    def run(self):\n        return 1\n'
+ANSWER = '''"""Sums."""
+
+
+def add(a, b):
+    """The sum."""
+    return a + b
+
+
+class Adder:
+    def run(self):
+        return 1
+'''
 STUB = '"""Sums."""\n\n\ndef add(a, b):\n    """The sum."""\n    raise NotImplementedError\n'
-GUIDE = "## Where this begins\n\n{{naive.tokens_per_second:.0f}} tokens.\n\n## What to build\n\nA **sum**.\n\n## What you can predict now\n\n1. One?\n"
+GUIDE = """## Where this begins
+
+{{naive.tokens_per_second:.0f}} tokens.
+
+## What to build
+
+A **sum**.
+
+## What you can predict now
+
+1. One?
+"""
 
 
 @dataclass

@@ -20,8 +20,9 @@ def aside(checkout: Checkout) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is damaged"), ("", "is damaged"), ("[]", "is not what this program writes"), ("\0\xff", "is damaged"), ("[" * 100_000, "is damaged"),
-        ('{"version": 9}', "was written by a newer version"), ('{"version": 1, "track": "rust"}', "is not what this program writes"),
+        ("{", "is damaged"), ("", "is damaged"), ("\0\xff", "is damaged"), ("[" * 100_000, "is damaged"),
+        ("[]", "is not what this program writes"), ('{"version": 1, "track": "rust"}', "is not what this program writes"),
+        ('{"version": 9}', "was written by a newer version"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_ours_is_set_aside_and_said(checkout: Checkout, text: str, says: str) -> None:
@@ -71,9 +72,8 @@ def test_a_checkout_that_cannot_be_written_is_one_line(checkout: Checkout) -> No
         pytest.skip("this system lets nobody mount a folder for a test")
 
     def vc(verb: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*own, f"{command} {program} {verb}"], env=checkout.environment, capture_output=True, text=True, check=False
-        )
+        line = [*own, f"{command} {program} {verb}"]
+        return subprocess.run(line, env=checkout.environment, capture_output=True, text=True, check=False)
 
     done = vc("test 2")
     assert done.returncode == 0, done
@@ -115,7 +115,8 @@ def test_a_prediction_is_held_against_the_next_measurement(checkout: Checkout) -
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(("2", "many"), "a prediction is a number such as 3.2, got 'many'"), (("2",), "type the number as well: ./vc predict 2 3.2"),
+    [(("2", "many"), "a prediction is a number such as 3.2, got 'many'"),
+     (("2",), "type the number as well: ./vc predict 2 3.2"),
      (("3", "1"), "is not in this version yet"), (("2", "nan"), "a prediction is a number"), (("2", "1", "2"), "unrecognized")],
 )  # fmt: skip
 def test_what_is_no_prediction_is_one_line(checkout: Checkout, arguments: tuple[str, ...], says: str) -> None:

@@ -8,7 +8,6 @@ import pty
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import ANSWER, ROOT, Checkout
@@ -248,8 +247,9 @@ def test_no_module_but_the_standard_library_is_loaded_for_a_list() -> None:
 
 def test_a_list_takes_no_time(checkout: Checkout) -> None:
     taken: list[float] = []
-    for _ in range(5):
-        begun = time.monotonic()
-        checkout.vc("list")
-        taken.append(time.monotonic() - begun)
-    assert min(taken) < 0.5  # 0.1 s on an idle machine
+    for _ in range(4):
+        before = os.times()
+        checkout.vc("list", PYTHONDONTWRITEBYTECODE="")
+        after = os.times()
+        taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(taken) < 0.15  # seconds of the CPU, which a busy machine does not stretch far

@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import ANSWER, Checkout
 
+ZERO = "lab.measure(lab.app.add(0, 0))"
+HOOK = "a hook of yours refused the commit"
+IDENTITY = """no name and e-mail are set for git: git config user.name "Your Name"
+    git config user.email you@example.com"""
+
 
 def ready(checkout: Checkout) -> None:
     checkout.repository()
@@ -55,9 +60,9 @@ def test_without_its_gpu_part_a_stage_is_provisional(checkout: Checkout) -> None
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("lab.measure(lab.app.add(0, 0))", "from course.runner.checking import NotMeasured; raise NotMeasured('machine busy', True)",
+        (ZERO, "from course.runner.checking import NotMeasured; raise NotMeasured('machine busy', True)",
          "the machine was too busy for a verdict on what two zeros come to: close what else is running"),
-        ("lab.measure(lab.app.add(0, 0))", 'lab.not_measured("the model is not here")', "not measured: what two zeros come to (the model"),
+        (ZERO, 'lab.not_measured("the model is not here")', "not measured: what two zeros come to (the model"),
         ("@check(", '@check(needs="gpu", ', "nothing was measured"),
     ],
     ids=["busy", "required", "nothing"],
@@ -166,10 +171,10 @@ def inside_another(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("obstacle", "says"),
     [
-        (lambda c: hook(c, "pre-commit", "echo flake says no; exit 1"), "a hook of yours refused the commit (pre-commit): flake says no"),
-        (lambda c: hook(c, "commit-msg", "echo too long >&2; exit 1"), "a hook of yours refused the commit (commit-msg): too long"),
+        (lambda c: hook(c, "pre-commit", "echo flake says no; exit 1"), f"{HOOK} (pre-commit): flake says no"),
+        (lambda c: hook(c, "commit-msg", "echo too long >&2; exit 1"), f"{HOOK} (commit-msg): too long"),
         (merging, "a merge is in progress: finish it"),
-        (nobody, 'no name and e-mail are set for git: git config user.name "Your Name"\n    git config user.email you@example.com'),
+        (nobody, IDENTITY),
         (signing, "git could not sign the commit: error: gpg failed to sign the data"),
         (lambda c: shutil.rmtree(c.root / ".git"), "this is not a git repository, so nothing is committed"),
         (inside_another, "this folder is part of another repository"),
