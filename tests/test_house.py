@@ -27,11 +27,12 @@ FUNCTION_LINES = 50
 POLICY_LINES = 200
 POLICY_PARTS = ("blocks", "prefix_cache", "scheduler", "chunked", "metrics", "async_engine", "detokenizer")
 
-# Room -> most lines of code, and what it has over its budget with the reason. Kernels are no part of a room's reading.
+# Room -> most lines of code, and what it has over its budget with the reason. Kernels, and what runs beside the engine
+# (shadow), are no part of a room's reading.
 BUDGETS = {"core": 1200, "engine": 700, "backends/torch": 2200}
-# engine: the way between two processes that survives kill -9, hangs and crash loops (channel, process, messages), and the
-# Protocols of nine parts
-EXCESS = {"engine": 900}
+# engine: the way between two processes that survives kill -9, hangs and crash loops (channel, child, process, messages: 580),
+# the Protocols of nine parts (260), whose fault it is and how answers go on after it (faults, half of llm: 230), the trace (140)
+EXCESS = {"engine": 1250}
 PASSED_THROUGH = 6000
 
 # A part is something that one person can write from its contract: nothing of the engine is at hand but the nouns.
@@ -124,14 +125,15 @@ def test_no_function_is_longer_than_a_screen() -> None:
 @pytest.mark.parametrize("room", BUDGETS)
 def test_rooms_keep_their_budgets(room: str) -> None:
     sizes = {
-        name_of(p): len(code_lines(p)) for p in files(SOURCE / room) if "kernels" not in p.parts and "grammar" not in p.parts
+        name_of(p): len(code_lines(p)) for p in files(SOURCE / room) if not {"kernels", "grammar", "shadow"} & set(p.parts)
     }
     assert sum(sizes.values()) <= BUDGETS[room] + EXCESS.get(room, 0), sizes
 
 
 def test_what_one_request_passes_through_can_be_read() -> None:
     rooms = ("core", "text", "engine", "backends/torch", "server")
-    assert sum(len(code_lines(p)) for room in rooms for p in files(SOURCE / room) if "grammar" not in p.parts) <= PASSED_THROUGH
+    passed = [p for room in rooms for p in files(SOURCE / room) if not {"grammar", "shadow"} & set(p.parts)]
+    assert sum(len(code_lines(p)) for p in passed) <= PASSED_THROUGH
 
 
 def test_the_architecture_counts_as_this_file_does() -> None:

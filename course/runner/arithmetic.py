@@ -309,7 +309,8 @@ def verdict(here: Step, batch: int) -> str:
     first = f"At batch {batch:,} this machine waits for {waits}."
     if equal < 2:
         return f"{first} Each further request costs it about as much time again."
-    return f"{first} Up to batch {math.floor(equal):,} another request costs it almost nothing."
+    most = round(equal) if equal >= 100 else math.floor(equal)  # as it was shown
+    return f"{first} Up to batch {most:,} another request costs it almost nothing."
 
 
 def main(arguments: list[str]) -> int:

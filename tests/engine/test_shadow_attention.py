@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from cutaway import LLM, SamplingParams
-from cutaway.engine.closeness import difference
+from cutaway.engine.shadow.closeness import difference
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,10 @@ def generate(config: EngineConfig, prompt: str, params: SamplingParams, *, max_t
             show(piece)
         show("\n")
     print(answer.summary(), file=sys.stderr)
+    for name, part in llm.parts.report().items():
+        if (shadow := part.get("shadow")) and shadow["difference"] is None:
+            how = f"{shadow['calls']:,} calls, {shadow['compared']:,} of them compared: no difference"
+            print(f"the shadow of {name} (stage {part['stage']}): {how}", file=sys.stderr)
 
 
 def show(text: str) -> None:

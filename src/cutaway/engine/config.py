@@ -22,7 +22,7 @@ class EngineConfig:
     depth                   plans in flight beyond the one being collected (0 on a CPU)
     backend                 import string of a function `create(config: EngineConfig) -> Backend`
     parts                   part -> import string or file, in place of the engine's own
-    shadow                  part -> file that runs beside the engine's own and is compared with it (`engine/shadow.py`)
+    shadow                  part -> file that runs beside the engine's own and is compared with it (`engine/shadow`)
     trace                   file to which each step is written (JSONL)
     load_format             "auto", or "dummy": random weights from config.json alone
     """

@@ -267,7 +267,8 @@ class SchedulerFollower(Follower):
         self.requests = {id: pair for id, pair in self.requests.items() if id in queued}
         for ours, theirs in self.requests.values():  # what the engine writes between two calls
             theirs.hashes += ours.hashes[len(theirs.hashes) :]
-            theirs.slot, theirs.generation, theirs.num_cached, theirs.kept = ours.slot, ours.generation, ours.num_cached, ours.kept
+            for name in ("slot", "generation", "num_cached", "kept"):
+                setattr(theirs, name, getattr(ours, name))
         if call.name == "add":
             asked: Request = call.args[0]
             self.requests[asked.id] = asked, self._copy(asked)

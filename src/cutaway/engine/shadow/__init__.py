@@ -26,11 +26,11 @@ from types import ModuleType
 from typing import Any
 
 from cutaway.core.errors import CutawayError, shown
-from cutaway.engine import followers as f
-from cutaway.engine.closeness import AttentionFollower
 from cutaway.engine.config import EngineConfig
-from cutaway.engine.followers import Call, Differs, Follower, need_equal
 from cutaway.engine.parts import PARTS, Parts
+from cutaway.engine.shadow import followers as f
+from cutaway.engine.shadow.closeness import AttentionFollower
+from cutaway.engine.shadow.followers import Call, Differs, Follower, need_equal
 
 # What is followed of each part. 07's numbers are compared by tolerance, all others' decisions exactly.
 FOLLOWERS: dict[str, dict[str, type[Follower]]] = {

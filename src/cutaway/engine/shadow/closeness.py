@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cutaway.engine.followers import Call, Differs, Follower, need_equal
+from cutaway.engine.shadow.followers import Call, Differs, Follower, need_equal
 
 EAGER = 64  # calls of an attention function that are all compared; later ones are a sample, so that serving stays fast
 SAMPLE = 31  # one of so many: no number of layers, so that it wanders through them
