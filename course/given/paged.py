@@ -128,12 +128,12 @@ class BytesMade(TorchDispatchMode):
 
     with BytesMade() as made:
         paged_attention(...)
-    made.total, made.largest
+    made.total
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = self.largest = 0
+        self.total = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,18 +141,19 @@ class BytesMade(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        known = {storage.data_ptr() for storage in _storages((args, kwargs))}
         out = func(*args, **kwargs)
-        for tensor in _tensors(out):
-            if tensor.untyped_storage().data_ptr() not in known:
-                size = tensor.numel() * tensor.element_size()
-                self.total, self.largest = self.total + size, max(self.largest, size)
+        for storage in {s.data_ptr(): s for s in _storages(out)}.values():
+            if storage.data_ptr() not in known:
+                self.total += storage.nbytes()
         return out
 
 
-def _tensors(thing: Any) -> list[Tensor]:
+def _storages(thing: Any) -> list[torch.UntypedStorage]:
     if isinstance(thing, Tensor):
+        return [thing.untyped_storage()]
+    if isinstance(thing, torch.UntypedStorage):
         return [thing]
     if isinstance(thing, dict):
-        return _tensors(tuple(thing.values()))
-    return [t for each in thing for t in _tensors(each)] if isinstance(thing, list | tuple) else []
+        return _storages(tuple(thing.values()))
+    return [s for each in thing for s in _storages(each)] if isinstance(thing, list | tuple) else []

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # as a script: the checkout is not installed
 import importlib
 import importlib.util
 import json
+import linecache
 import threading
 import time
 import traceback
@@ -46,6 +47,9 @@ def load(path: Path, name: str, source: str | None = None) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    linecache.cache.pop(str(path), None)
+    if source is not None:  # Triton compiles a kernel from its source, which it asks for by the file's name
+        linecache.cache[str(path)] = len(source), None, source.splitlines(keepends=True), str(path)
     exec(compile(path.read_bytes() if source is None else source, str(path), "exec"), module.__dict__)
     return module
 
@@ -78,14 +82,14 @@ def where(error: BaseException, path: Path) -> str:
     return ""
 
 
-def last_line(check: Check, lab: Lab, path: Path) -> str:
-    """Where the last function of the file under test returned, before the check found its answer wrong: runs it again."""
-    last = ""
+def functions_run(check: Check, lab: Lab, path: Path) -> list[tuple[str, str]]:
+    """Functions of the file under test that a check runs, each with the line of its last return; runs the check again."""
+    ran: dict[str, str] = {}
 
     def watch(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal last
-        if event == "return" and frame.f_code.co_filename == str(path):
-            last = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        code = frame.f_code
+        if event == "return" and code.co_filename == str(path) and not code.co_name.startswith("<"):
+            ran[code.co_qualname.replace("<locals>.", "")] = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
 
     sys.setprofile(watch)
     try:
@@ -94,7 +98,7 @@ def last_line(check: Check, lab: Lab, path: Path) -> str:
         pass
     finally:
         sys.setprofile(None)
-    return last
+    return list(ran.items())
 
 
 def device() -> str:
@@ -136,7 +140,7 @@ def run_check(check: Check, stage_id: str, module: object, on: str, path: Path) 
             result.verdict, result.probably, result.reason = "failed", failed.probably, failed.detail
             result.where, result.traceback = where(failed, path), traceback.format_exc()
             if not result.where and time.perf_counter() - began < SLOW:
-                result.where = last_line(check, Lab(stage_id, module, check, on), path)
+                result.ran = functions_run(check, Lab(stage_id, module, check, on), path)
             break
         except (Exception, SystemExit) as error:
             result.verdict, result.where, result.traceback = "failed", where(error, path), traceback.format_exc()

@@ -110,17 +110,24 @@ def _card(index: int) -> tuple[tuple[int, int], int]:
 
 
 def choices(capability: tuple[int, int] | None, dtype: torch.dtype) -> dict[str, Any]:
-    """How the kernel is built for a card, or (None) for the interpreter: dtype of its dots, `tile` (keys), `warps`, `stages`
-    (tiles on their way while one is worked on). Raises ValueError for a dtype that the card cannot compute."""
+    """How the kernel is built for a card, or (None) for the interpreter: dtype of its dots, `tile` (keys), `warps` and `split_warps`
+    (with splits), `stages` (tiles on their way while one is worked on). Raises ValueError for a dtype that the card cannot compute."""
     if dtype not in DOTS:
         raise ValueError(f"paged_decode takes {', '.join(map(str, DOTS))}, got {dtype}")
     if capability is None:  # its dot takes the bits of bf16 for whole numbers
-        return {"dot": tl.float16 if dtype == torch.float16 else tl.float32, "tile": 64, "warps": 1, "stages": 1}
+        return {
+            "dot": tl.float16 if dtype == torch.float16 else tl.float32,
+            "tile": 64,
+            "warps": 1,
+            "split_warps": 1,
+            "stages": 1,
+        }
     if dtype == torch.bfloat16 and capability < (8, 0):
         raise ValueError(f"sm_{capability[0]}{capability[1]} does not compute bf16: keep the model and its cache in fp16")
     # Before sm_80 nothing is copied in the background; data-centre cards of sm_90 and sm_100 have room for a fourth tile.
     stages = 1 if capability < (8, 0) else 4 if capability[0] in (9, 10) else 3
-    return {"dot": DOTS[dtype], "tile": 64, "warps": 2 if capability >= (9, 0) else 4, "stages": stages}
+    warps = 2 if capability >= (9, 0) else 4
+    return {"dot": DOTS[dtype], "tile": 64, "warps": warps, "split_warps": 4, "stages": stages}
 
 
 def splits_for(pairs: int, width: int, tile: int, multiprocessors: int) -> int:
@@ -173,7 +180,7 @@ def paged_decode(
             q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0),
             KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, WIDTH=width,
             BLOCK=block_size, TILE=tile, SPLIT=splits > 1, DOT=built["dot"],
-            num_warps=built["warps"] if splits == 1 else 4, num_stages=built["stages"],
+            num_warps=built["warps" if splits == 1 else "split_warps"], num_stages=built["stages"],
         )  # fmt: skip
     if pairs and splits > 1:
         spread = triton.next_power_of_2(splits)
