@@ -26,11 +26,15 @@ except CutawayError as error:
 LIMIT = 180  # seconds that any of these processes may live
 
 
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+
+
 @contextmanager
-def serve_process(config: Mapping[str, Any], environment: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+def serve_process(config: Mapping[str, Any], variables: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     server = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, json.dumps(config), json.dumps(options)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(variables),
     )  # fmt: skip
     timer = threading.Timer(LIMIT, server.kill)
     timer.start()
