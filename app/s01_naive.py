@@ -20,7 +20,6 @@ Run it on a prompt of your own; the ladder model is small, random, and the same 
 from __future__ import annotations
 
 import torch  # noqa: F401  you will need it
-
 from course.given.torch_model import Model
 
 

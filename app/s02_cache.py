@@ -30,7 +30,6 @@ Try it:
 from __future__ import annotations
 
 import torch  # noqa: F401  you will need it
-
 from course.given.torch_model import Model, attend  # noqa: F401
 
 

@@ -25,7 +25,6 @@ Norms, rotation and softmax are not counted anywhere in this stage.
 from __future__ import annotations
 
 import torch  # noqa: F401  you will need it
-
 from course.given.torch_model import Model, attend  # noqa: F401
 
 

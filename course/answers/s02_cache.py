@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from course.given.torch_model import Model, attend
 
 

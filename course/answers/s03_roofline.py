@@ -6,9 +6,8 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from torch import Tensor
-
 from course.given.torch_model import Model, attend
+from torch import Tensor
 
 
 def weights(model: Model) -> tuple[int, int]:

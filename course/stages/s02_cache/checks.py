@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import torch
-
 from course.answers.s01_naive import naive_generate
 from course.given.oracle import answer_of, differing, first_difference, prompt_of
 from course.given.torch_model import Model, load, of_shape

@@ -8,7 +8,6 @@ from functools import cache
 from statistics import median
 
 import torch
-
 from course.given.torch_model import Model, load, of_shape
 from course.runner.checking import Lab, check
 from course.stages.s03_roofline.helpers import counted, judged, rates, seconds_of, work

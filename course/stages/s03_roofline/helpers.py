@@ -9,13 +9,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
-
 from course.given.torch_model import Model, attend
 from course.runner import timing
 from course.runner.checking import Lab, NotMeasured, passes
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 LEAST, MOST = 3, 9  # samples before a verdict, and before giving up on one
 
