@@ -22,6 +22,7 @@ from cutaway.engine.parts import PARTS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "cutaway"
+COURSE = ROOT / "course"
 FILE_LINES = 400
 FUNCTION_LINES = 50
 POLICY_LINES = 200
@@ -112,13 +113,14 @@ def test_the_counting_leaves_out_blanks_comments_and_docstrings(tmp_path: Path) 
 
 
 def test_no_file_is_longer_than_a_sitting() -> None:
-    long = {name_of(p): n for p in files(SOURCE, ROOT / "tests", ROOT / "benchmarks")
+    long = {name_of(p): n for p in files(SOURCE, COURSE, ROOT / "tests", ROOT / "benchmarks")
             if (n := len(p.read_text(encoding="utf-8").splitlines())) > FILE_LINES}  # fmt: skip
     assert long == {}
 
 
 def test_no_function_is_longer_than_a_screen() -> None:
-    long = {f"{name_of(p)}:{name}": n for p in files(SOURCE) for name, n in functions(p) if n > FUNCTION_LINES}
+    rooms = files(SOURCE, COURSE / "runner", COURSE / "given", COURSE / "answers")  # a check may be as long as what it tries
+    long = {f"{name_of(p)}:{name}": n for p in rooms for name, n in functions(p) if n > FUNCTION_LINES}
     assert long == {}
 
 
@@ -160,7 +162,7 @@ def test_a_policy_part_can_be_written_in_an_evening(part: str) -> None:
 
 def test_nothing_is_left_for_later() -> None:
     mark = re.compile(r"\b(TO" + "DO|FIX" + r"ME|XX" + r"X)\b")
-    found = [f"{name_of(p)}:{n}" for p in files(SOURCE, ROOT / "tests", ROOT / "benchmarks")
+    found = [f"{name_of(p)}:{n}" for p in files(SOURCE, COURSE, ROOT / "tests", ROOT / "benchmarks")
              for n, line in enumerate(p.read_text(encoding="utf-8").splitlines(), 1) if mark.search(line)]  # fmt: skip
     assert found == []
 

@@ -166,7 +166,8 @@ def checks_of(module: Any) -> list[Check]:
 
 @dataclass(slots=True)
 class Result:
-    """What came of a check. where: file and line of the module under test in which it went wrong."""
+    """What came of a check. where: file and line of the module under test in which it went wrong; ran: where it is not known,
+    the functions of that module which the check ran, each with the line it last returned from."""
 
     stage: str
     name: str
@@ -179,3 +180,4 @@ class Result:
     where: str = ""
     traceback: str = ""
     busy: bool = False
+    ran: Sequence[tuple[str, str]] = ()

@@ -103,7 +103,9 @@ def _items(screen: Screen, lines: list[str]) -> None:
 
 
 def _inline(text: str) -> str:
-    return re.sub(r"\*\*(.+?)\*\*", r"\1", text.replace("`", ""), flags=re.DOTALL)
+    """Without the signs of Markdown; a times sign stays."""
+    bold = re.sub(r"\*\*(.+?)\*\*", r"\1", text.replace("`", ""), flags=re.DOTALL)
+    return re.sub(r"(?<![\w*])\*(\w[^*]*)\*(?![\w*])", r"\1", bold)
 
 
 def _facts(stage: Stage, track: Track) -> list[tuple[str, str]]:
@@ -111,11 +113,11 @@ def _facts(stage: Stage, track: Track) -> list[tuple[str, str]]:
     names = ", ".join(public_names(path))
     answer = stage.answers[track]
     if stage.part:
-        home = f"{engine_file(stage, track)}; once banked, your file plays its part in ./vc serve"
+        home = f"{engine_file(stage, track)}: once banked, your file replaces it"
     elif answer.startswith("src/"):
         home = answer.removeprefix("src/cutaway/")
     else:
-        home = "nowhere any more: this is a stage of history; ./vc peek shows an answer"
+        home = "no longer: this is a stage of its history"
     facts = [("The file", f"app/{path.name}" + (f"   {names}" if names else "")), ("In the engine", home)]
     return [*facts, ("In the book", f"chapter {stage.chapter}, not in this version yet")]
 

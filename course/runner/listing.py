@@ -33,9 +33,9 @@ def state(stage: Stage, track: Track, progress: Progress, here: Stage | None) ->
 
 
 def paint(screen: Screen, mark: str) -> str:
-    """Two columns, or as many as the longest mark that stands here."""
+    """With its space."""
     code = {"✓": 32, "○": 33, "▸": 1}.get(mark, 2)
-    return screen.paint(mark, code) + " " * (2 - screen.length(mark))
+    return screen.paint(mark, code) + " " * ((2 if screen.utf8 else 3) - screen.length(mark))
 
 
 def counts(progress: Progress, track: Track) -> str:

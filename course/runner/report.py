@@ -27,7 +27,6 @@ class Run:
     results: list[Result] = field(default_factory=list)
     seconds: float = 0.0
     gpu: bool = False
-    names: tuple[str, ...] = ()  # what -k chose; () is all
     before: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def of(self, verdict: str) -> list[Result]:
@@ -60,7 +59,7 @@ def headline(result: Result) -> Measure:
 
 
 def tested_as(run: Run) -> str:
-    what = "the reference answer, " if run.origin == "answers" else ""
+    what = "answer, " if run.origin == "answers" else ""
     where = "GPU" if run.gpu else "CPU: kernels run interpreted" if _kernels(run) else "CPU"
     return f"{what}{'shared' if run.stage.shared else run.track}, {where}"
 
@@ -86,7 +85,8 @@ def row(screen: Screen, run: Run, result: Result, measure: Measure | None, claim
     measured = figure(measure.value, measure.unit, measure.gate) if measure else ""
     gate = gate_of(measure.gate, measure.unit) if measure else ""
     if result.verdict == "not measured":
-        measured, gate = "not measured", next((c.gate for c in run.stage.claims(run.track) if c.name == result.name), "")
+        claim_of = next(c for c in run.stage.claims(run.track) if c.name == result.name)
+        measured, gate = "not measured", gate_of(claim_of.gate, claim_of.unit)
     best = run.before.get((result.name, measure.name)) if measure and measure.gate[:1] in ("<", ">") else None
     before = figure(best, "", measure.gate) if measure and best is not None else ""
     left = f"  {mark}{claim}"
@@ -204,15 +204,28 @@ def _failure(screen: Screen, run: Run, r: Result, traceback: bool) -> None:
     screen.say()
     if r.probably:
         screen.paragraph(f"Probably: {r.probably.rstrip('.')}.")
-    if r.where:
-        screen.say(f"  Look at {r.where}, in {_enclosing(r.where) or 'the file itself'}:")
-        _source(screen, r.where, quiet=True)
+    if where := place(r):
+        screen.say(f"  Look at {where}, in {_enclosing(where) or 'the file itself'}:")
+        _source(screen, where, quiet=True)
+    elif names := [name for name, _ in r.ran if not name.endswith("__init__")]:
+        screen.paragraph(f"It ran {', '.join(names)}.")
     if r.reason:
         screen.say()
         screen.paragraph(r.reason)
     if traceback and r.traceback:
         _traceback(screen, r)
     screen.say()
+
+
+def place(r: Result) -> str:
+    """File and line of the learner's that a failure points to, "" where it points to several."""
+    own = [line for name, line in r.ran if not name.endswith("__init__")] or [line for _, line in r.ran]
+    return r.where or (own[0] if len(own) == 1 else "")
+
+
+def first_to_mend(failed: list[Result]) -> Result:
+    """The failure that points to the least code."""
+    return min(failed, key=lambda r: 1 if place(r) else len(r.ran) or 1000)
 
 
 def _source(screen: Screen, where: str, quiet: bool = False) -> None:

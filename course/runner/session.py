@@ -109,7 +109,8 @@ class Worker:
 
 def result_of(told: dict[str, Any]) -> Result:
     measures = [Measure(**m) for m in told.pop("measures")]
-    return Result(**told, measures=measures)
+    ran = [(name, line) for name, line in told.pop("ran")]
+    return Result(**told, measures=measures, ran=ran)
 
 
 def results(stage: Stage, track: Track, origin: str, jobs: list[Job]) -> Iterator[tuple[Job, Result]]:

@@ -114,12 +114,21 @@ def figure(value: float, unit: str = "", gate: str = "") -> str:
 
 
 def gate_of(gate: str, unit: str) -> str:
-    return gate + unit if gate and unit in CLOSE_UNITS else gate
+    """A gate with its unit, where that is a sign: "> 3.00x"."""
+    sign, bound = _parts(gate)
+    return f"{sign} {bound}{unit if unit in CLOSE_UNITS else ''}".strip() if gate else ""
+
+
+def _parts(gate: str) -> tuple[str, str]:
+    """Operator and number; thousands apart."""
+    match = re.fullmatch(r"(<=|>=|<|>|=) ?(.+)", gate)
+    sign, bound = (match[1], match[2]) if match else ("", gate)
+    return sign, f"{int(bound):,}" if re.fullmatch(r"\d{4,}", bound) else bound
 
 
 def must(gate: str, unit: str) -> str:
     """A gate in words: "more than 3.00x"."""
-    sign, _, bound = gate.partition(" ")
+    sign, bound = _parts(gate)
     return WORDS.get(sign, sign + " ") + (bound + unit if unit in CLOSE_UNITS else f"{bound} {unit}".rstrip())
 
 

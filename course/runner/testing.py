@@ -18,7 +18,7 @@ from course.runner.environment import has_gpu
 from course.runner.predictions import settle
 from course.runner.problems import Problem
 from course.runner.progress import Progress, changing, load
-from course.runner.report import Run, show, totals
+from course.runner.report import Run, first_to_mend, place, show, totals
 from course.runner.session import Job, results
 from course.runner.terminal import Screen, figure, warn
 
@@ -128,8 +128,7 @@ def _one(
         if not given.traceback and any(r.traceback and r.reason for r in failed):
             screen.say(screen.dim(f"Traceback: ./vc test {number} -k {failed[0].name} --traceback"))
         if origin == "app":
-            first = next((r for r in failed if r.where), failed[0])
-            screen.next(f"edit {first.where or run.file}", f", then {screen.bold(f'./vc test {number}')}")
+            screen.next(f"edit {place(first_to_mend(failed)) or run.file}", f", then {screen.bold(f'./vc test {number}')}")
         return 1
     if given.name is not None:
         screen.next(f"./vc test {number}")
