@@ -71,7 +71,7 @@ def prefill_seconds(model: Model, num_tokens: int) -> float:
       the median of a few. Tensors that a pass only reads are made before the clock starts.
     - `model.clock()` answers seconds, for differences. On a CPU it is the time of this process alone, so that other programs
       do not count. On a GPU a call returns long before its work is done; this clock waits for it, `time.time()` does not.
-    - Logits of every position are half as much work again as the layers of a small model.
+    - Logits of every position are a quarter as much work again as all layers of this model.
     - Without `torch.inference_mode()` you measure autograd, too.
     """
     raise NotImplementedError
