@@ -110,18 +110,16 @@ def _card(index: int) -> tuple[tuple[int, int], int]:
 
 
 def choices(capability: tuple[int, int] | None, dtype: torch.dtype) -> dict[str, Any]:
-    """How the kernel is built for a card, or (None) for the interpreter: dtype of its dots, `tile` (keys), `warps` and `split_warps`
-    (with splits), `stages` (tiles on their way while one is worked on). Raises ValueError for a dtype that the card cannot compute."""
+    """How the kernel is built for a card, or (None) for the interpreter.
+
+    dot: dtype of its products' factors; tile: keys; warps, and split_warps where rows are split; stages: tiles on their way
+    while one is worked on. Raises ValueError for a dtype that the card cannot compute.
+    """
     if dtype not in DOTS:
         raise ValueError(f"paged_decode takes {', '.join(map(str, DOTS))}, got {dtype}")
     if capability is None:  # its dot takes the bits of bf16 for whole numbers
-        return {
-            "dot": tl.float16 if dtype == torch.float16 else tl.float32,
-            "tile": 64,
-            "warps": 1,
-            "split_warps": 1,
-            "stages": 1,
-        }
+        dot = tl.float16 if dtype == torch.float16 else tl.float32
+        return {"dot": dot, "tile": 64, "warps": 1, "split_warps": 1, "stages": 1}
     if dtype == torch.bfloat16 and capability < (8, 0):
         raise ValueError(f"sm_{capability[0]}{capability[1]} does not compute bf16: keep the model and its cache in fp16")
     # Before sm_80 nothing is copied in the background; data-centre cards of sm_90 and sm_100 have room for a fourth tile.
