@@ -194,11 +194,28 @@ def engine(checkout: Checkout, *arguments: str) -> tuple[list[str], str]:
     return done.stdout.splitlines(), done.stderr
 
 
+def test_a_shadow_is_named_by_its_stage_and_leaves_the_part_to_the_engine(checkout: Checkout) -> None:
+    fill(checkout)
+    file = f"blocks={checkout.root}/app/s02_shared.py"
+    head = ["-m", "cutaway.cli"]
+    assert engine(checkout, "serve", "--shadow", "2", "--port", "0") == ([*head, "serve", "--shadow", file, "--port", "0"], "")
+    assert engine(checkout, "generate", "--shadow=02", "--reference", "x")[0] == [*head, "generate", f"--shadow={file}", "x"]
+    typed = ["--shadow", "blocks=mine.py", "--shadow", "scheduler=s.py"]
+    assert engine(checkout, "serve", *typed) == ([*head, "serve", *typed], "")
+    assert engine(checkout, "serve", "--shadow") == ([*head, "serve", "--part", file, "--shadow"], "")  # the engine says it
+    assert engine(checkout, "generate", "--", "--shadow", "2")[0][-3:] == ["--", "--shadow", "2"]
+    for word, says in (("1", "stage 01 plays no part in the engine; those that do are 2"), ("99", "there is no stage '99'")):
+        done = checkout.vc("serve", "--shadow", word)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert says in done.stderr
+    (checkout.root / "app/s02_shared.py").unlink()
+    assert "there is no app/s02_shared.py" in checkout.vc("serve", "--shadow", "2").stderr
+
+
 def test_banked_parts_run_in_the_engine(checkout: Checkout) -> None:
     fill(checkout)
     own = ["--part", f"blocks={checkout.root}/app/s02_shared.py"]
     head = ["-m", "cutaway.cli"]
-    assert engine(checkout, "serve", "--shadow", "10") == ([*head, "serve", *own, "--shadow", "10"], "")
     assert engine(checkout, "serve", "--reference", "--port", "0") == ([*head, "serve", "--port", "0"], "")
     assert engine(checkout, "chat", "--part", "blocks=mine.py") == ([*head, "chat", "--part", "blocks=mine.py"], "")
     assert engine(checkout, "generate", "--part=blocks=m.py", "x")[0] == [*head, "generate", "--part=blocks=m.py", "x"]
