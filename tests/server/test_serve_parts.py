@@ -16,6 +16,7 @@ from processes import LIMIT, environment, url_of
 
 import tiny
 
+FAKE = "cutaway.backends.fake:create"
 PART = """from cutaway.core.scheduler import Scheduler as Own
 class Scheduler(Own):
     def schedule(self):
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(model: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """`cutaway serve` as a person types it."""
     words = [sys.executable, "-m", "cutaway.cli", "serve", "--port", "0", "--model", str(model), "--dtype", "fp32", *options]
-    variables = environment({"CUTAWAY_PART_SECONDS": "1"})
+    variables = environment({"CUTAWAY_PART_SECONDS": "1", "CUTAWAY_FAKE_VOCABULARY": str(tiny.VOCABULARY)})
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables) as server:
         try:
             yield server
@@ -51,7 +52,7 @@ def test_a_part_that_never_comes_back_under_serve(model: Path, tmp_path: Path) -
         assert "dropped" not in http.get("/health").json()["parts"]["scheduler"]
         failed = http.post("/v1/completions", json=body | {"max_tokens": 7})
         assert failed.status_code == 500 or failed.status_code == 503
-        where = rf"{re.escape(str(file))}, line [45], in schedule \(part scheduler, stage 10\): has not come back for 1 s"
+        where = rf"{re.escape(str(file))}, line [45], in \S+ \(part scheduler, stage 10\): has not come back for 1 s"
         told = failed.json()["error"]["message"]
         assert re.fullmatch(rf"the engine process failed \({where}\); it is being restarted with the engine's own scheduler, "
                             "send the request again", told)  # fmt: skip
@@ -83,3 +84,32 @@ def test_swap_under_serve(model: Path) -> None:
                 r'^cutaway:swapped_blocks_total\{direction="(\w+)",.*\} ([\d.]+)$', http.get("/metrics").text, re.M
             )
             assert {name: float(n) > 0 for name, n in found} == {"out": True, "in": True}
+
+
+@pytest.mark.parametrize("text", ["    def step(self, *a, **k): 1 / 0\n", "    def arrived(self, *a): 1 / 0\n",
+                                  "    def finished(self, *a): 1 / 0\n", "    def snapshot(self): 1 / 0\n"])  # fmt: skip
+def test_metrics_that_fail_fail_no_request(model: Path, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from cutaway.core.metrics import Metrics as Own, percentile, poisson\nclass Metrics(Own):\n" + text)
+    with command(model, "--part", f"metrics={file}", "--backend", FAKE) as server:
+        url = url_of(server)
+        with httpx.Client(base_url=url, timeout=LIMIT) as http:
+            body = {"model": "tiny", "prompt": "the state", "temperature": 0, "max_tokens": 4}
+            assert [http.post("/v1/completions", json=body).status_code for _ in range(3)] == [200] * 3
+            assert http.get("/metrics").status_code == 200
+            assert f"{file}, line 3, in " in http.get("/health").json()["parts"]["metrics"]["dropped"]
+
+
+def test_a_detokenizer_that_fails_three_times(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from cutaway.text.detokenizer import Detokenizer as Own\nclass Detokenizer(Own):\n"
+                    "    def push(self, ids):\n        return None\n")  # fmt: skip
+    with command(model, "--part", f"detokenizer={file}", "--backend", FAKE) as server:
+        url = url_of(server)
+        with httpx.Client(base_url=url, timeout=LIMIT) as http:
+            body = {"model": "tiny", "prompt": "the state", "temperature": 0, "max_tokens": 4}
+            replies = [http.post("/v1/completions", json=body) for _ in range(4)]
+            assert [reply.status_code for reply in replies] == [500, 500, 500, 200]
+            assert "mine.py (part detokenizer, stage 14) answered" in replies[0].json()["error"]["message"]
+            part = http.get("/health").json()["parts"]["detokenizer"]
+            assert (part["reference"], part["dropped"][:8]) == (True, "3 faults")

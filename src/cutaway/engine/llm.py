@@ -91,7 +91,6 @@ class LLM:
                 raise CutawayError(f"{name} is not a setting of LLM; known: {', '.join(known)}")
         self.config = EngineConfig(model=model, **settings)
         self.parts = parts_of(self.config)
-        self.dropped: dict[str, str] = {}  # parts that were at fault, and how
         self._open: dict[int, _Open] = {}
         self._watch = Watch(self.parts, _never_came_back)
         try:
@@ -101,6 +100,11 @@ class LLM:
             self._watch.stop()
             raise
         self.front.adopt(self.info)
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Parts that were at fault, and how."""
+        return self.parts.dropped
 
     def __enter__(self) -> Self:
         return self
@@ -222,11 +226,11 @@ class LLM:
 
     def _leave(self, fault: PartFault) -> None:
         """The engine's own parts play from now on in the place of those at fault."""
-        print(f"cutaway: {fault}; the engine's own {' and '.join(fault.parts)} goes on", file=sys.stderr, flush=True)
-        self.dropped.update(dict.fromkeys(fault.parts, str(fault)))
+        lead = "\n" if sys.stderr.isatty() else ""  # a terminal may be in the middle of the answer's line
+        print(f"{lead}cutaway: {fault}; the engine's own {' and '.join(fault.parts)} goes on", file=sys.stderr, flush=True)
         for open_ in self._open.values():
             open_.stale |= "detokenizer" in fault.parts
-        self.parts.overrides = {name: source for name, source in self.parts.overrides.items() if name not in self.dropped}
+        self.parts.leave(fault)
 
     def _build(self) -> None:
         """The engine, without the parts that fail while it is made."""

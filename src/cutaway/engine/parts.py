@@ -265,6 +265,7 @@ class Parts:
     step: int = 0
     loaded: dict[tuple[str, str], ModuleType] = field(default_factory=dict[tuple[str, str], ModuleType])  # by part and source
     fallbacks: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # part -> features the reference served
+    dropped: dict[str, str] = field(default_factory=dict[str, str])  # part -> the fault for which it was left
 
     def __post_init__(self) -> None:
         for name in (*self.overrides, *self.observe, *self.shadows):
@@ -305,6 +306,11 @@ class Parts:
             self.loaded[key] = module
         return self.loaded[key]
 
+    def leave(self, fault: PartFault) -> None:
+        """From now on the engine's own is got in the place of parts at fault. Whoever has the others' objects keeps them."""
+        self.dropped.update(dict.fromkeys(fault.parts, str(fault)))
+        self.overrides = {name: source for name, source in self.overrides.items() if name not in self.dropped}
+
     def files(self) -> dict[str, Part]:
         """The files of the overrides, as a stack names them."""
         return {
@@ -321,6 +327,7 @@ class Parts:
                 "source": self.overrides.get(p.name, p.default),
                 "reference": p.name not in self.overrides,
                 "reference_served": sorted(self.fallbacks.get(p.name, ())),
+                **({"dropped": self.dropped[p.name]} if p.name in self.dropped else {}),
                 **({"shadow": self.shadows[p.name].report()} if p.name in self.shadows else {}),
             }
             for p in PARTS.values()

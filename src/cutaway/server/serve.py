@@ -29,7 +29,7 @@ from cutaway.engine.config import EngineConfig
 from cutaway.engine.front import Front
 from cutaway.engine.parts import Parts
 from cutaway.server.errors import log_to_stderr
-from cutaway.server.service import Metered, Service
+from cutaway.server.service import GuardedMetrics, Metered, Service
 
 DRAIN = 5.0  # seconds that running answers get after a signal
 T = TypeVar("T")
@@ -175,9 +175,9 @@ async def _open(config: EngineConfig, api_key: str | None) -> tuple[Service, ASG
             print(line, file=sys.stderr, flush=True)
 
     channel = ProcessChannel(config, progress=progress)
-    kept = parts.get("metrics")
-    metrics = kept.Metrics()
-    metered = Metered(channel, channel, metrics, timed="step_seconds" in getattr(kept, "SUPPORTS", ()))
+    timed = "step_seconds" in getattr(parts.get("metrics"), "SUPPORTS", ())
+    metrics: Any = GuardedMetrics(parts) if "metrics" in parts.overrides else parts.get("metrics").Metrics()
+    metered = Metered(channel, channel, metrics, timed=timed)
     engine = parts.get("async_engine").AsyncEngine(metered)
     starting = asyncio.ensure_future(engine.start())
     try:

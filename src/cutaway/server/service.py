@@ -9,10 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from cutaway.core.errors import EngineDied
+from cutaway.core.errors import CutawayError, EngineDied
 from cutaway.core.request import FinishReason, Output, Request, SamplingParams
-from cutaway.engine.parts import AsyncEngineLike, Channel, MetricsLike, Parts
-from cutaway.server.errors import EngineFault, Unavailable
+from cutaway.engine.faults import Faults, find
+from cutaway.engine.parts import AsyncEngineLike, Channel, MetricsLike, PartFault, Parts
+from cutaway.server.errors import EngineFault, Unavailable, log
 from cutaway.server.responses import DeltaLike, TokenTexts
 
 T = TypeVar("T")
@@ -82,6 +83,30 @@ class Metered:
         return outputs
 
 
+class GuardedMetrics:
+    """Part 16. Where it is somebody's, its first fault is logged, and the engine's own counts from there: no request fails
+    because it could not be counted."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self._metrics = parts.get("metrics").Metrics()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return getattr(self._metrics, name)(*args, **kwargs)
+            except Exception as error:
+                fault = find(self._parts, error)
+                if fault is None:
+                    raise
+            log.warning("%s; the engine's own metrics count from now on", fault)
+            self._parts.leave(fault)
+            self._metrics = self._parts.get("metrics").Metrics()
+            return getattr(self._metrics, name)(*args, **kwargs)
+
+        return call
+
+
 @dataclass(slots=True)
 class Service:
     """What the routes share. `closing` is set when the server begins to stop."""
@@ -97,6 +122,10 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     closing: bool = False
     running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    faults: Faults = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.faults = Faults(self.parts.overrides)
 
     @property
     def up(self) -> bool:
@@ -118,12 +147,12 @@ class Service:
         Raises EngineFault where the engine failed this request alone, EngineDied where it failed all.
         """
         metrics, id = self.metrics, request.id
-        stream = self.front.stream(request)
         arrived = time.monotonic()
         metrics.arrived(id, arrived, request.num_prompt)
         reason, first = FinishReason.ABORT, True
         restarts = getattr(self.channel, "restarts", 0)
         try:
+            stream = self.front.stream(request)
             async with aclosing(self.engine.generate(request)) as outputs:  # pyright: ignore[reportArgumentType]
                 async for output in outputs:
                     now = time.monotonic()
@@ -143,8 +172,24 @@ class Service:
                     yield delta
                     if delta.finish_reason is not None:
                         return  # a stop string ends it here; leaving the iterator aborts what the engine still runs
+        except CutawayError:
+            raise
+        except Exception as error:
+            reason = FinishReason.ERROR
+            if fault := find(self.parts, error):
+                raise self._at_fault(fault) from error
+            raise
         finally:
             metrics.finished(id, time.monotonic(), reason)
+
+    def _at_fault(self, fault: PartFault) -> EngineFault:
+        """A part of the front has failed one request. At its third fault the engine's own plays in those that come."""
+        line = str(fault)
+        if dropped := self.faults.note(fault.parts, line):
+            line += f"; the engine's own {' and '.join(dropped)} plays from now on"
+            self.parts.leave(PartFault(self.faults.dropped[dropped[0]], dropped))
+        log.warning("%s", line)
+        return EngineFault(line)
 
     def stop(self) -> None:
         """Ends every answer now; each tells its client."""
