@@ -49,7 +49,7 @@ def parser() -> Parser:
     made.add_argument("--write", action="store_true", help="also into benchmarks/results, as what this machine class does")
     made.add_argument("--reference", action="store_true", help="with none of your own files")
     made.add_argument("--quick", action="store_true", help="a small model and workload, in seconds; nothing is kept")
-    made.add_argument("--threads", type=int, help="of the CPU; default: all")
+    made.add_argument("--threads", type=int, help="of the CPU; default: all. With 1, times are CPU time, not wall time")
     return made
 
 
@@ -94,10 +94,12 @@ def document(
         raise Problem(str(error)) from None
     work = ledger_rows.workload(model.vocabulary, quick)
     used = torch.get_num_threads()
+    if used == 1:
+        model.now = time.process_time
     name = "ladder" if quick else REAL
     if screen:
         dtype = str(model.dtype).removeprefix("torch.")
-        head(screen, f"{name}, {dtype}, CPU, {used} thread{'s' if used > 1 else ''}", work.told)
+        head(screen, f"{name}, {dtype}, CPU, {threads_of(used)}", work.told)
     rows: list[dict[str, Any]] = []
     for row in ledger_rows.ROWS:
         rows.append(ledger_rows.measure(row, model, work, theirs, 1 if quick else row.rounds))
@@ -108,10 +110,14 @@ def document(
         del each["answers"]
     return {
         "machine": f"{cpu_model().partition(' (family')[0]}, {cores()} cores", "host_class": host_class(),
-        "date": time.strftime("%Y-%m-%d"), "commit": commit(), "model": name, "threads": used, "workload": work.told,
-        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "date": time.strftime("%Y-%m-%d"), "commit": commit(), "model": name, "threads": used,
+        "clock": "CPU" if used == 1 else "wall", "workload": work.told, "load_average": [round(x, 2) for x in os.getloadavg()],
         "product": rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"], "rows": rows,
     }  # fmt: skip
+
+
+def threads_of(count: int) -> str:
+    return f"{count} threads" if count > 1 else "CPU time of 1 thread"
 
 
 def head(screen: Screen, right: str, workload: str) -> None:

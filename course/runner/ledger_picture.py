@@ -48,7 +48,12 @@ def svg(document: dict[str, Any]) -> str:
         _line(bottom),
         _text(24, bottom + 30, "in all", "b"),
         _text(COLUMNS[0][0], bottom + 30, shown(document["product"], "x"), "m b r"),
-        _text(24, bottom + 56, f"{document['model']} on {document['machine']}, {document['date']}", "n"),
+        _text(
+            24,
+            bottom + 56,
+            f"{document['model']} on {document['machine']}, {document['threads']} in use, {document['date']}",
+            "n",
+        ),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
