@@ -50,6 +50,8 @@ class Worker:
 
     def __init__(self, asked: dict[str, Any]):
         inside = {"OMP_NUM_THREADS": "1", INSIDE: "1"}
+        if asked["origin"] == "answers":
+            inside["PYTHONWARNINGS"] = "ignore"  # planted faults divide by zero; a learner's own warnings are worth reading
         self.process = subprocess.Popen([SETUP, "--then", WORKER, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         env=os.environ | inside, start_new_session=True)  # fmt: skip
         assert self.process.stdin is not None and self.process.stdout is not None
