@@ -174,6 +174,22 @@ def test_generate_answers_on_stdout_and_counts_on_stderr(model: str) -> None:
     assert raw.stdout != done.stdout
 
 
+def test_generate_says_whose_parts_play_and_goes_on_without_one_that_fails(model: str, tmp_path: Path) -> None:
+    ask = ("generate", "the state of the world", "--max-tokens", "9", "--model", model, *FAKE)
+    part = tmp_path / "mine.py"
+    part.write_text(
+        "from cutaway.core.scheduler import Scheduler as Own\nclass Scheduler(Own):\n    def schedule(self):\n"
+        "        self.n = getattr(self, 'n', 0) + 1\n        return super().schedule() if self.n < 5 else 1 / 0\n"
+    )
+    done = cutaway(*ask, "--part", f"scheduler={part}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == cutaway(*ask).stdout
+    said = done.stderr.splitlines()
+    assert said[0] == "with your scheduler.py (10)"
+    assert said[1].startswith(f"cutaway: {part}, line 5, in schedule (part scheduler, stage 10): ZeroDivisionError: ")
+    assert len(said) == 3
+
+
 def test_generate_with_a_seed_answers_the_same(model: str) -> None:
     ask = (
         "generate",
