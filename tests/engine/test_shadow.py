@@ -38,18 +38,18 @@ def serve(shadows: dict[str, Shadow], *, blocks: int = 20, depth: int = 0) -> An
     parts = Parts(shadows=shadows)
     for shadow in shadows.values():
         shadow.step = lambda: parts.step
-    limits = Limits(rows=4, budget=24, chunk=24, window=60, block_size=4)
+    limits = Limits(rows=4, budget=24, chunk=16, window=60, block_size=4)
     engine = Engine(FakeBackend(blocks, 4, vocabulary=50, delay=depth), parts, limits, depth=depth)
-    draw, answers, steps = random.Random(1), Answers(), 0
+    draw, answers, steps, tokens = random.Random(1), Answers(), 0, list[int]()
     for id in range(40):
-        tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 30))]
+        tokens = tokens[:] if id % 5 == 4 else [draw.randrange(3) for _ in range(draw.randrange(2, 30))]
         params = SamplingParams(temperature=0, max_tokens=draw.randrange(1, 20))
-        engine.add(Request(id, tokens, params, frozenset(), chain(tokens, 4)))
+        engine.add(Request(id, tokens, params, frozenset({7}), chain(tokens, 4)))
     while engine.has_work:
         answers += [(o.id, o.token_ids) for o in engine.step()]
         steps += 1
         if steps == 9:
-            engine.abort([11, 12])
+            engine.abort([engine.scheduler.running[-1].id, 12])
         engine.check()
     assert engine.stats().preemptions > 5
     return answers
@@ -135,7 +135,7 @@ def test_what_is_right_in_another_way_is_not_flagged(what: str, depth: int, tmp_
     shadow = Shadow(part, edited(part, tmp_path, find, replace))
     assert serve({part: shadow}, depth=depth) == serve({}, depth=depth)
     assert shadow.difference is None
-    assert shadow.compared == shadow.calls > 300
+    assert shadow.compared == shadow.calls > 200
 
 
 def test_all_shadows_at_once(alone: Answers, tmp_path: Path) -> None:

@@ -165,10 +165,11 @@ class Shadow:
             follower = find(args[0] if bound else None)
             if follower is None or self.difference is not None or self._busy:
                 return function(*args, **kwargs)
+            once = tuple(i - bound for i, a in enumerate(args) if isinstance(a, Iterator))
             args = tuple(list(a) if isinstance(a, Iterator) else a for a in args)  # both sides read it
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            call = Call(label.rpartition(".")[2], given.args[1:] if bound else given.args, given.kwargs)
+            call = Call(label.rpartition(".")[2], given.args[1:] if bound else given.args, given.kwargs, once)
             self._busy = True
             try:
                 return self._follow(label, call, follower, lambda: function(*args, **kwargs))
