@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 
 class OutOfBlocks(Exception):
-    """Fewer blocks are free than were asked for; nothing was handed out. Give it a message with both figures."""
+    """Fewer blocks are free than were asked for; nothing was handed out. Its message has both figures."""
 
 
 class BlockAllocator:
@@ -57,7 +57,8 @@ class BlockAllocator:
     def allocate(self, n: int = 1) -> list[int]:
         """`n` different block ids: the lowest free ones, ascending, so that blocks taken together lie together in memory where
         that is possible. 0 gives []. A pool has tens of thousands of blocks, and this runs every step: sorting all of them
-        each time is too slow; the standard library has a structure whose smallest element comes out first.
+        each time is too slow; the standard library has a structure whose smallest element comes out first. (The checks
+        time `allocate`, `num_free` and `free` together, in a pool of 64 blocks and in one of 8,192.)
 
         Raises OutOfBlocks where fewer than `n` are free, and then hands out nothing: num_free is what it was, and the same
         blocks can still be had.
@@ -65,7 +66,8 @@ class BlockAllocator:
         raise NotImplementedError
 
     def free(self, ids: Iterable[int]) -> None:
-        """Takes blocks back, in any order; `ids` may be an iterator, which can be read once only.
+        """Takes blocks back, in any order; `ids` may be an iterator, which can be read once only. Its time does not grow with
+        the pool either: `block in some_list` looks at every element.
 
         Raises ValueError that names the block where it is
           - free already: freed before, never handed out, or a second time in `ids`;
@@ -79,7 +81,7 @@ class BlockTable:
     """One sequence's page table: `blocks[i]` holds positions i * block_size to (i + 1) * block_size - 1.
 
     blocks   list[int], empty at first. The engine reads it, replaces single entries, and clears it when the sequence ends, so
-             compute everything from it and keep no count of your own.
+             compute everything from it, and keep neither count nor copy beside it.
 
     >>> table = BlockTable(4)
     >>> table.missing(4), table.missing(5)
@@ -103,14 +105,14 @@ class BlockTable:
         raise NotImplementedError
 
     def slot(self, position: int) -> int:
-        """Where a position lies in the pool: block * block_size + offset within the block.
+        """Where a position lies in the pool: block * block_size + offset within the block, as a plain int, none of NumPy's.
 
         Raises IndexError for a negative position, and for one past the end of the last block.
         """
         raise NotImplementedError
 
     def slots(self, start: int, stop: int) -> NDArray[np.int32]:
-        """The slots of positions start, start + 1, ... stop - 1: int32 [stop - start], empty where they are equal.
+        """The slots of positions start, start + 1, ... stop - 1: int32 [stop - start], empty (and still int32) where they are equal.
 
         A range may begin and end inside blocks. Raises IndexError unless 0 <= start <= stop <= all positions of the table:
         `stop` may be the end itself, as in a slice.
