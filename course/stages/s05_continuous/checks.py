@@ -184,6 +184,6 @@ def each_position_once(lab: Lab) -> None:
     answers = all_answers(lab, model, jobs, 3)
     lab.equal([len(row) for row in answers], [budget for _, budget in jobs], "lengths of the answers")
     needed = sum(len(prompt) + budget - 1 for prompt, budget in jobs)
-    counts = model.counts
-    detail = f"{counts.positions} positions in {counts.passes} passes; each prompt, and each id but the last, is {needed}"
-    lab.measure(counts.positions / needed, detail=detail)
+    positions = max(model.counts.positions, model.counts.projected / model.num_layers)  # what was embedded, and what went on
+    detail = f"{positions:g} positions in {model.counts.passes} passes; each prompt, and each id but the last, is {needed}"
+    lab.measure(positions / needed, detail=detail)
