@@ -13,9 +13,9 @@ from course.runner.checking import Lab, cut
 Generate = Callable[[Model, list[int], int], list[int]]
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def prompt_of(length: int, *seed: int) -> list[int]:
     """A seeded prompt for the ladder model."""
-    return np.random.default_rng((seed, length)).integers(0, LADDER.vocab_size, length).tolist()
+    return np.random.default_rng((*seed, length)).integers(0, LADDER.vocab_size, length).tolist()
 
 
 def engine_answer(prompt: Sequence[int], max_tokens: int, eos_ids: Iterable[int] = ()) -> list[int]:
