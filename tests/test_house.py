@@ -32,7 +32,7 @@ POLICY_PARTS = ("blocks", "prefix_cache", "scheduler", "chunked", "metrics", "as
 # (shadow), are no part of a room's reading.
 BUDGETS = {"core": 1200, "engine": 700, "backends/torch": 2200}
 # engine: the way between two processes that survives kill -9, hangs and crash loops (channel, child, process, messages: 580),
-# the Protocols of nine parts (260), whose fault it is and how answers go on after it (faults, half of llm: 230), the trace (140)
+# the Protocols of nine parts (260), whose fault it is and how answers go on after it (faults, half of llm: 230), trace (140)
 EXCESS = {"engine": 1250}
 PASSED_THROUGH = 6000
 

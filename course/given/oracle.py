@@ -13,9 +13,10 @@ from course.runner.checking import Lab, cut
 Generate = Callable[[Model, list[int], int], list[int]]
 
 
-def prompt_of(length: int, *seed: int) -> list[int]:
+def prompt_of(length: int, seed: int | tuple[int, ...] = 0) -> list[int]:
     """A seeded prompt for the ladder model."""
-    return np.random.default_rng((*seed, length)).integers(0, LADDER.vocab_size, length).tolist()
+    numbers = seed if isinstance(seed, tuple) else (seed,)
+    return np.random.default_rng((*numbers, length)).integers(0, LADDER.vocab_size, length).tolist()
 
 
 def engine_answer(prompt: Sequence[int], max_tokens: int, eos_ids: Iterable[int] = ()) -> list[int]:

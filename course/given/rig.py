@@ -1,8 +1,8 @@
 """The real engine around the module under test, small enough for a check.
 
-    engine = fake_engine(scheduler=lab.app, num_blocks=33, rows=4, budget=64)     # no model: ids are a hash of the KV pool
-    engine = ladder_engine(attention=lab.app, num_blocks=33)                      # the ladder model, fp32
-    steps = run(engine, [request(0, [5, 6, 7], max_tokens=8)])
+engine = fake_engine(scheduler=lab.app, num_blocks=33, rows=4, budget=64)     # no model: ids are a hash of the KV pool
+engine = ladder_engine(attention=lab.app, num_blocks=33)                      # the ladder model, fp32
+steps = run(engine, [request(0, [5, 6, 7], max_tokens=8)])
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def ladder_engine(*, num_blocks: int = 65, prefix_cache: bool = True, limits: di
     return Engine(backend, parts, bounds, prefix_cache=prefix_cache, preemption=preemption)
 
 
-def request(id: int, tokens: Sequence[int], *, max_tokens: int, stop_ids: Iterable[int] = (), engine: Engine | None = None) -> Request:
+def request(
+    id: int, tokens: Sequence[int], *, max_tokens: int, stop_ids: Iterable[int] = (), engine: Engine | None = None
+) -> Request:
     """A greedy request. With `engine`, its hash chain is filled as the front would, so that it can hit the prefix cache."""
     asked = Request(id, list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens), frozenset(stop_ids))
     if engine is not None:

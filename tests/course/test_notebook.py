@@ -1,5 +1,5 @@
-"""The notebook's cells, run in order as a person would in a browser tab: clone, set-up, guide, test, submit, push; then again in
-a fresh runtime, which finds what was banked.
+"""The notebook's cells, run in order as a person would in a browser tab: clone, set-up, guide, test, submit, push; then
+again in a fresh runtime, which finds what was banked.
 
 The clone is of this checkout, through a bare repository that stands for the person's fork. Its environment is a thin one
 over this one's libraries, with set-up's own stamps: installing everything anew is what `./vc verify` has just done.
@@ -83,7 +83,9 @@ def thin_environment(clone: Path) -> None:
     (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\ninclude-system-site-packages = false\n")
     (site / "here.pth").write_text(f"{clone / 'src'}\n{sysconfig.get_paths()['purelib']}\n")
     line = next(x for x in (ROOT / "setup.sh").read_text(encoding="utf-8").splitlines() if x.startswith("key="))
-    key = subprocess.run(["bash", "-c", f'root="$PWD"; {line}; echo "$key"'], cwd=clone, capture_output=True, text=True, check=True)
+    key = subprocess.run(
+        ["bash", "-c", f'root="$PWD"; {line}; echo "$key"'], cwd=clone, capture_output=True, text=True, check=True
+    )
     (venv / ".setup").mkdir()
     for stage, note in (("libraries", ""), ("torch", "cpu")):
         (venv / ".setup" / stage).write_text(f"{key.stdout.strip()} {note}\n")
@@ -106,7 +108,8 @@ def runtime(folder: Path, fork: Path) -> Runtime:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CUTAWAY", "GIT_", "PYTHON", "PYTEST"))}
     cache = os.environ.get("CUTAWAY_HOME") or str(Path.home() / ".cache" / "cutaway")
     return Runtime(folder, kept | {
-        "HOME": str(home), "CUTAWAY_HOME": cache, "CUTAWAY_FORK": str(fork), "CUTAWAY_NAME": "Ada", "CUTAWAY_EMAIL": "ada@example.com",
+        "HOME": str(home), "CUTAWAY_HOME": cache, "CUTAWAY_FORK": str(fork), "CUTAWAY_NAME": "Ada",
+        "CUTAWAY_EMAIL": "ada@example.com",
         "GITHUB_TOKEN": TOKEN, "OMP_NUM_THREADS": "1",
     })  # fmt: skip
 
@@ -141,7 +144,9 @@ def test_from_a_fork_to_a_banked_stage_and_on_in_a_fresh_runtime(tmp_path: Path,
     thin_environment(second.folder)
     told = second.run(titled(3))
     assert "ladder 1 of 20" in told, told
-    log = subprocess.run(["git", "log", "-1", "--format=%an %ae%n%B"], cwd=second.folder, capture_output=True, text=True, check=True)
+    log = subprocess.run(
+        ["git", "log", "-1", "--format=%an %ae%n%B"], cwd=second.folder, capture_output=True, text=True, check=True
+    )
     assert log.stdout.startswith("Ada ada@example.com")
     assert "Cutaway-Stage: 01 torch" in log.stdout
 

@@ -104,7 +104,7 @@ class Decoder:
         return self._turns(length).index_select(0, positions).unsqueeze(1)
 
     def project(self, layer: Layer, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The layer up to its attention: x [tokens, hidden] -> q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
+        """The layer up to its attention: x [tokens, hidden] -> q [tokens, heads, dim], k and v [tokens, kv_heads, dim]."""
         config = self.config
         qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, config.head_dim)
         qk, v = qkv.split_with_sizes((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
