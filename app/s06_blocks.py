@@ -112,7 +112,7 @@ class BlockTable:
         raise NotImplementedError
 
     def slots(self, start: int, stop: int) -> NDArray[np.int32]:
-        """The slots of positions start, start + 1, ... stop - 1: int32 [stop - start], empty (and still int32) where they are equal.
+        """The slots of positions start, start + 1, ... stop - 1: int32 [stop - start], empty (but int32) where they are equal.
 
         A range may begin and end inside blocks. Raises IndexError unless 0 <= start <= stop <= all positions of the table:
         `stop` may be the end itself, as in a slice.

@@ -8,7 +8,10 @@ Every block is in one of three states, and this file alone moves it between them
 
     free      in the allocator; holds nothing of worth
     used      held by one request or more; the number of references says by how many
-    cached    published, held by nobody; stays until its memory is wanted        free + cached + used = pool
+    cached    published, held by nobody; stays until its memory is wanted
+
+free + cached + used = pool. `num_free` says what could be had, so it counts the free *and* the cached ones:
+num_free + num_used = pool, and num_cached is a part of num_free.
 
     allocate: free -> used, evicting cached blocks where the free ones do not suffice
     lookup:   cached or used -> used, one reference more
@@ -71,7 +74,9 @@ class PrefixCache:
     >>> cache.lookup([b"digest of the first block", b"never seen"])
     [1]
 
-    `release`, `fork`, `publish` and `prepare_write` raise ValueError that names the block where nobody holds it.
+    `release`, `fork`, `publish` (with publish=False, too) and `prepare_write` raise ValueError that names the block where
+    nobody holds it, be it free or cached. What became of the other ids of such a call is then up to you, as in stage 06's
+    `free`: no block is lost, and none is counted twice.
     """
 
     def __init__(self, allocator: Any, publish: bool = True):
@@ -79,7 +84,8 @@ class PrefixCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could give now: the allocator's and the cached ones."""
+        """Blocks that `allocate` could give now: the allocator's and the cached ones. Asked several times a step: keep it
+        cheap."""
         raise NotImplementedError
 
     @property
@@ -106,7 +112,8 @@ class PrefixCache:
         goes back to the allocator, and is then allocated from there.
 
         Where `n` is more than num_free, the allocator's OutOfBlocks reaches the caller, and nothing has changed: no block
-        was evicted. It runs every step: keep cached blocks in the order of their use, and do not search for the oldest.
+        was evicted. It runs every step: keep cached blocks in the order of their use, and do not search for the oldest. (The
+        checks time an eviction among 64 cached blocks and among 8,192.)
         """
         raise NotImplementedError
 
@@ -151,5 +158,7 @@ class PrefixCache:
         """Asserts what must hold between calls, in your own terms: free + cached + used is what the allocator had at first, no
         block is cached and held, each digest leads to one block and back. The engine calls it after every step when
         CUTAWAY_DEBUG=1, and so do the checks; an AssertionError that says what is wrong is the best debugger of this stage.
+        Of the three the checks can break only the first from outside: they take a block from the allocator behind the
+        cache's back, and your `check` has to notice. The other two are for you.
         """
         raise NotImplementedError

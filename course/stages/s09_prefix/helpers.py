@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any
 
 from course.given.rig import limits_of, parts_with, request, run
@@ -37,9 +38,33 @@ def published(cache: Any, names: Sequence[bytes]) -> list[int]:
 
 
 def counts(cache: Any) -> tuple[int, int, int]:
-    """(free, cached, used), after the cache's own check."""
+    """(num_free, num_cached, num_used), after the cache's own check."""
     cache.check()
     return cache.num_free, cache.num_cached, cache.num_used
+
+
+def counted(lab: Lab, cache: Any, want: tuple[int, int, int], when: str, probably: str = "") -> None:
+    """num_free, which the cached blocks are part of, num_cached and num_used."""
+    lab.equal(counts(cache), want, f"(num_free, num_cached, num_used) {when}", probably)
+
+
+def short(names: Iterable[bytes | None]) -> list[str]:
+    """Digests as a person compares them: the first eight digits."""
+    return [name.hex()[:8] if name else "nothing" for name in names]
+
+
+def same_in_another_process(lab: Lab, tokens: list[int], whole: list[bytes]) -> None:
+    """The chain once more, while the module under test has the `hash` of a process with another seed: as good as starting one,
+    and done at once."""
+    if "hash" in vars(lab.app):  # a function of its own
+        return
+    lab.app.hash = lambda thing: hash(("another seed", thing))
+    try:
+        again = lab.app.chain(tokens, SIZE)
+    finally:
+        del lab.app.hash
+    lab.expect(again == whole, "Python's hash is another one in each process, and of 8 bytes; take one of hashlib's",
+               f"the same tokens in two processes: {short(whole[:2])} and {short(again[:2])}")  # fmt: skip
 
 
 def prompt(seed: int, n: int) -> list[int]:
@@ -68,3 +93,37 @@ def engine_with(lab: Lab, num_blocks: int, publish: bool = True, **limits: int) 
     bounds = limits_of(num_blocks, **limits)
     backend = FakeBackend(num_blocks, bounds.block_size, vocabulary=1000)
     return Engine(backend, parts_with(prefix_cache=lab.app), bounds, prefix_cache=publish)
+
+
+def full_of_cached(lab: Lab, blocks: int) -> Callable[[], None]:
+    """One step in a pool that is all cached: the oldest block goes to a new digest, and is cached again."""
+    cache, fresh = cache_of(lab, blocks), count(1)
+    cache.release(published(cache, [next(fresh).to_bytes(16) for _ in range(blocks)]))
+
+    def step() -> None:
+        (block,) = cache.allocate(1)
+        cache.publish(block, next(fresh).to_bytes(16))
+        cache.release([block])
+
+    return step
+
+
+def eviction_does_not_search(lab: Lab) -> None:
+    """What a step costs in a full cache, large against small."""
+    large, small = full_of_cached(lab, 8192), full_of_cached(lab, 64)
+    lab.ratio(large, small, name="an eviction among 8,192 cached blocks against 64", gate="< 15",
+              probably="the oldest is searched for, or all are counted anew; keep cached blocks in order of use")  # fmt: skip
+
+
+def refused(lab: Lab, cache: Any, block: int, digest: bytes) -> None:
+    """Nobody holds this block, and every method that needs a holder has to say so, publish=False or not."""
+    off = cache_of(lab, block, publish=False)
+    calls: dict[str, Callable[[], object]] = {
+        "release": lambda: cache.release([block]),
+        "fork": lambda: cache.fork([block]),
+        "publish": lambda: cache.publish(block, digest),
+        "publish, with publish=False,": lambda: off.publish(block, digest),
+        "prepare_write": lambda: cache.prepare_write(block),
+    }
+    for what, call in calls.items():
+        lab.raises(ValueError, call, f"{what} has to refuse a block that nobody holds, by name", [block])
