@@ -58,7 +58,7 @@ class Workload:
         )
 
 
-LENGTHS = [24, 9, 30, 12, 80, 16, 8, 28, 14, 20, 10, 32, 11, 18, 25, 13]  # ragged, one of them long, as answers are
+LENGTHS = [24, 9, 30, 12, 56, 16, 8, 28, 14, 20, 10, 32, 11, 18, 25, 13]  # ragged, one of them long, as answers are
 
 
 def workload(vocabulary: int, quick: bool = False) -> Workload:
@@ -69,7 +69,7 @@ def workload(vocabulary: int, quick: bool = False) -> Workload:
     prompts = [system + draw.integers(0, vocabulary, n).tolist() for n in draw.integers(8, longest + 1, len(answers)).tolist()]
     if quick:
         return Workload(prompts, list(answers), shared, window=256, memory=512, budget=128, slices=48)
-    return Workload(prompts, list(answers), shared, window=512, memory=2048, budget=512, slices=96)
+    return Workload(prompts, list(answers), shared, window=512, memory=1536, budget=512, slices=96)
 
 
 class Watched(Model):
