@@ -64,7 +64,8 @@ def full_blocks_only(lab: Lab) -> None:
     for size in (SIZE, 5):
         tokens = prompt(2, 200)
         whole = lab.app.chain(tokens, size)
-        lab.equal(len(whole), 200 // size, f"hashes of 200 tokens in blocks of {size}")
+        lab.equal(len(whole), 200 // size, f"hashes of 200 tokens in blocks of {size}",
+                  "a block that is exactly full has no hash" if len(whole) < 200 // size else "")  # fmt: skip
         for length in range(200):
             got = lab.app.chain(tokens[:length], size)
             if got != whole[: length // size]:
