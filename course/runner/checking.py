@@ -27,11 +27,12 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
 
 
 class Failed(Exception):
-    """The claim does not hold. `probably`: the mistake that most people make here; `detail`: what was seen."""
+    """The claim does not hold. `probably`: the mistake that most people make here; `detail`: what was seen; `called`: it is
+    about the call that was made last."""
 
-    def __init__(self, probably: str, detail: str = ""):
+    def __init__(self, probably: str, detail: str = "", called: bool = False):
         super().__init__(probably)
-        self.probably, self.detail = probably, detail
+        self.probably, self.detail, self.called = probably, detail, called
 
 
 class NotMeasured(Exception):
@@ -54,13 +55,15 @@ def passes(gate: str, value: float) -> bool:
 
 @dataclass(slots=True)
 class Measure:
-    """One number of this run. baseline: the same of what it is compared with (an earlier stage, a formula)."""
+    """One number of this run. baseline: the same of what it is compared with (an earlier stage, a formula), which `against`
+    names."""
 
     name: str
     value: float
     unit: str = ""
     gate: str = ""
     baseline: float | None = None
+    against: str = ""
 
 
 @dataclass(slots=True)
@@ -88,12 +91,12 @@ class Lab:
     measures: list[Measure] = field(default_factory=list)
 
     def measure(self, value: float, *, name: str = "", gate: str | None = None, unit: str | None = None,
-                baseline: float | None = None, probably: str = "", detail: str = "") -> None:  # fmt: skip
+                baseline: float | None = None, against: str = "", probably: str = "", detail: str = "") -> None:  # fmt: skip
         """Carries a number to the screen, and fails where it misses its gate. Without a name it is the check's own number,
-        with the gate and unit of its decorator."""
+        with the gate and unit of its decorator. against: what the baseline is of, such as "the contiguous cache"."""
         gate = (self.check.gate if not name else "") if gate is None else gate
         unit = (self.check.unit if not name else "") if unit is None else unit
-        self.measures.append(Measure(name or self.check.claim, float(value), unit, gate, baseline))
+        self.measures.append(Measure(name or self.check.claim, float(value), unit, gate, baseline, against))
         if not passes(gate, value):
             raise Failed(probably or self.check.probably, detail)
 
@@ -117,7 +120,8 @@ class Lab:
             missing = [str(n) for n in naming if str(n) not in str(error)]
             self.expect(not missing, probably, f"{type(error).__name__}({error}) does not name {', '.join(missing)}")
         else:
-            raise Failed(probably or self.check.probably, f"{kind.__name__} was to be raised, and it answered {cut(got)}")
+            detail = f"{kind.__name__} was to be raised, and it answered {cut(got)}"
+            raise Failed(probably or self.check.probably, detail, called=True)
 
     def not_measured(self, reason: str) -> NoReturn:
         raise NotMeasured(reason)
@@ -166,8 +170,9 @@ def checks_of(module: Any) -> list[Check]:
 
 @dataclass(slots=True)
 class Result:
-    """What came of a check. where: file and line of the module under test in which it went wrong; ran: where it is not known,
-    the functions of that module which the check ran, each with the line it last returned from."""
+    """What came of a check. where: file and line of the module under test in which it went wrong; raised: an exception came
+    from there that nobody asked for, and `reason` is what it says; ran: where the line is not known, the functions of that
+    module which the check ran, each with the line it last returned from."""
 
     stage: str
     name: str
@@ -181,3 +186,4 @@ class Result:
     traceback: str = ""
     busy: bool = False
     ran: Sequence[tuple[str, str]] = ()
+    raised: bool = False

@@ -119,6 +119,13 @@ def ladder() -> tuple[list[Arc], list[Stage]]:
     return arcs, stages
 
 
+@cache
+def chapters() -> dict[str, str]:
+    """Titles of the book's chapters, by id."""
+    with open(COURSE / "stages.toml", "rb") as file:
+        return tomllib.load(file).get("chapters", {})
+
+
 def stage(id: str) -> Stage:
     """By "06", "6" or "s06_blocks". Raises KeyError."""
     for each in ladder()[1]:

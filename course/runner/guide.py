@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from course.runner.arguments import Parser, stage_here
-from course.runner.declaration import Claim, Stage, Track
+from course.runner.declaration import Claim, Stage, Track, chapters
 from course.runner.ledger_values import fill, latest
 from course.runner.progress import load
 from course.runner.terminal import WIDTH, Screen, must
@@ -20,8 +20,13 @@ NEEDS = {"gpu": ", needs a GPU", "triton": "", "": ""}
 def main(arguments: list[str]) -> int:
     parser = Parser("guide", "What a stage is about and what to build: of the one you are at, or of stage n.")
     parser.add_argument("stage", nargs="?", metavar="n")
-    progress = load()
-    show(Screen(), stage_here(parser.parse_args(arguments).stage, progress.track, progress), progress.track)
+    parser.add_argument("--answers", action="store_true", help="what it asks at its end, with the answers")
+    given, progress = parser.parse_args(arguments), load()
+    stage = stage_here(given.stage, progress.track, progress)
+    if given.answers:
+        answers(Screen(), stage)
+    else:
+        show(Screen(), stage, progress.track)
     return 0
 
 
@@ -40,10 +45,31 @@ def show(screen: Screen, stage: Stage, track: Track) -> None:
         for line in lines[1:]:
             screen.say(" " * LABEL + line)
     _claims(screen, stage, stage.claims(track))
-    for heading, body in sections[2:]:
-        _section(screen, heading, body)
     number = stage.id.lstrip("0")
+    for heading, body in sections[2:]:
+        questions, told = _apart(body)
+        _section(screen, heading, questions)
+        if told:
+            screen.say()
+            screen.say(f"  {screen.dim('Answers')}  ./vc guide {number} --answers")
     screen.next(f"edit app/{stage.file(track).name}", f", then {screen.bold(f'./vc test {number}')}")
+
+
+def answers(screen: Screen, stage: Stage) -> None:
+    """The questions at a guide's end, and their answers."""
+    screen.say(screen.bold(f"{stage.id}  {stage.title}"))
+    for heading, body in _sections(stage)[2:]:
+        questions, told = _apart(body)
+        _section(screen, heading, questions)
+        if told:
+            _section(screen, "Answers", told)
+    screen.next(f"./vc predict {stage.id.lstrip('0')}")
+
+
+def _apart(body: str) -> tuple[str, str]:
+    """Questions and answers: what stands before and after the line, or the word with a colon, `Answers`."""
+    questions, _, told = re.sub(r"^Answers(:|$)", "\0", body, count=1, flags=re.MULTILINE).partition("\0")
+    return questions.rstrip(), told.strip()
 
 
 def _sections(stage: Stage) -> list[tuple[str, str]]:
@@ -119,7 +145,8 @@ def _facts(stage: Stage, track: Track) -> list[tuple[str, str]]:
     else:
         home = "no longer: this is a stage of its history"
     facts = [("The file", f"app/{path.name}" + (f"   {names}" if names else "")), ("In the engine", home)]
-    return [*facts, ("In the book", f"chapter {stage.chapter}, not in this version yet")]
+    title = f", {named}" if (named := chapters().get(stage.chapter)) else ""
+    return [*facts, ("In the book", f"chapter {stage.chapter}{title}: not in this version yet")]
 
 
 def engine_file(stage: Stage, track: Track) -> str:

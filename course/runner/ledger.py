@@ -83,6 +83,7 @@ def document(
 
     from course.given.torch_model import REAL, load
     from course.runner import ledger_rows
+    from course.runner.ledger_workload import of_random_ids, of_text
     from cutaway.bench.report import commit, cpu_model, host_class
     from cutaway.core.errors import CutawayError
     from cutaway.core.machine import cores
@@ -92,7 +93,7 @@ def document(
         model = ledger_rows.Watched(load("ladder" if quick else "real").decoder)
     except CutawayError as error:
         raise Problem(str(error)) from None
-    work = ledger_rows.workload(model.vocabulary, quick)
+    work = of_random_ids(model.vocabulary) if quick else of_text()
     used = torch.get_num_threads()
     if used == 1:
         model.now = time.process_time
@@ -110,6 +111,7 @@ def document(
         del each["answers"]
     return {
         "machine": f"{cpu_model().partition(' (family')[0]}, {cores()} cores", "host_class": host_class(),
+        "command": " ".join(["vc ledger", *(["--quick"] if quick else []), *([f"--threads {threads}"] if threads else [])]),
         "date": time.strftime("%Y-%m-%d"), "commit": commit(), "model": name, "threads": used,
         "clock": "CPU" if used == 1 else "wall", "workload": work.told, "load_average": [round(x, 2) for x in os.getloadavg()],
         "product": rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"], "rows": rows,

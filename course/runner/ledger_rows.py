@@ -25,52 +25,9 @@ from course.given.rig import ladder_engine, request
 from course.given.torch_model import Model
 from course.runner.declaration import ladder
 from course.runner.faults import answer_path
+from course.runner.ledger_workload import BLOCK, Workload
 from course.runner.worker import load as load_file
 from cutaway.core.plan import StepPlan
-
-BLOCK = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Prompts that begin alike, and how long each answer is. window: tokens that a reserved row takes; memory: KV slots."""
-
-    prompts: list[list[int]]
-    answers: list[int]
-    shared: int
-    window: int
-    memory: int
-    budget: int  # tokens a step, where prompts go in whole
-    slices: int  # and where they go in slices
-
-    @property
-    def rows(self) -> int:
-        """Reserved rows that fit at once."""
-        return max(1, self.memory // self.window)
-
-    @property
-    def told(self) -> str:
-        own = [len(p) - self.shared for p in self.prompts]
-        return (
-            f"{len(self.prompts)} requests at once, {self.shared} tokens in common and {min(own)} to {max(own)} of their own, "
-            f"answers of {min(self.answers)} to {max(self.answers)} tokens, {sum(self.answers)} in all; "
-            f"KV memory of {self.memory:,} tokens, a window of {self.window}"
-        )
-
-
-LENGTHS = [24, 9, 30, 12, 56, 16, 8, 28, 14, 20, 10, 32, 11, 18, 25, 13]  # ragged, one of them long, as answers are
-
-
-def workload(vocabulary: int, quick: bool = False) -> Workload:
-    """Seeded ids; `quick` is a small one of the same shape, for the ladder model."""
-    draw = np.random.default_rng(7)
-    shared, longest, answers = (32, 16, LENGTHS[4:12]) if quick else (128, 64, LENGTHS)
-    system = draw.integers(0, vocabulary, shared).tolist()
-    prompts = [system + draw.integers(0, vocabulary, n).tolist() for n in draw.integers(8, longest + 1, len(answers)).tolist()]
-    if quick:
-        return Workload(prompts, list(answers), shared, window=256, memory=512, budget=128, slices=48)
-    return Workload(prompts, list(answers), shared, window=512, memory=1536, budget=512, slices=96)
-
 
 class Watched(Model):
     """The given model, with the time at which each pass began. now: wall time or, with one thread, also CPU time, which

@@ -41,7 +41,10 @@ def paint(screen: Screen, mark: str) -> str:
 def counts(progress: Progress, track: Track) -> str:
     entries = [e for s in ladder()[1] if (e := progress.banked(s, track)) is not None]
     provisional = sum(e["provisional"] for e in entries)
-    return f"ladder {len(entries)} of {len(ladder()[1])}" + (f", {provisional} provisional" if provisional else "")
+    stages = ladder()[1]
+    here = sum(s.is_here(track) for s in stages)
+    later = f" ({len(stages)} in all)" if here < len(stages) else ""
+    return f"ladder {len(entries)} of {here}{later}" + (f", {provisional} provisional" if provisional else "")
 
 
 def status(screen: Screen, progress: Progress) -> None:

@@ -8,11 +8,14 @@ import time
 from typing import Any
 
 from course.runner.arguments import Parser, stage_here
+from course.runner.checking import Measure
 from course.runner.declaration import ladder
-from course.runner.problems import Problem
+from course.runner.problems import Problem, Refused
 from course.runner.progress import Progress, changing, load
 from course.runner.report import Run
 from course.runner.terminal import Screen, figure
+
+UNITS = {"%": "percent", "x": "times"}
 
 
 def settle(progress: Progress, run: Run) -> str:
@@ -31,6 +34,9 @@ def off(prediction: dict[str, Any]) -> str:
     expected, measured = prediction["value"], prediction["measured"]
     if expected == measured:
         return "exact"
+    if prediction.get("unit") == "%":
+        apart = float(f"{abs(measured - expected):.2g}")
+        return f"{figure(apart)} point{'s' * (apart != 1)} off"
     if expected * measured <= 0:
         return f"{figure(abs(measured - expected))} apart"
     return f"{max(expected / measured, measured / expected):.2f} times off"
@@ -39,7 +45,7 @@ def off(prediction: dict[str, Any]) -> str:
 def read(text: str) -> float:
     match = re.fullmatch(r"\s*(-?[\d,]*\.?\d+(?:e[-+]?\d+)?)\s*(?:[a-zA-Z%/ ]*)", text)
     if match is None:
-        raise Problem(f"a prediction is a number such as 3.2, got {text!r}")
+        raise Problem(f"a prediction is a number, such as 12.5, got {text!r}")
     return float(match[1].replace(",", ""))
 
 
@@ -48,7 +54,8 @@ def main(arguments: list[str]) -> int:
         "predict", "Before a run: the number that leads a stage, as you expect it. Without arguments: lists them all."
     )
     parser.add_argument("stage", nargs="?", metavar="n", help="the stage")
-    parser.add_argument("value", nargs="?", help="the number; asked for where it is left out")
+    parser.add_argument("value", nargs="?", help="the number; asked for, with its unit, where it is left out")
+    parser.add_argument("--again", action="store_true", help="after it was measured: for another design of yours")
     if any(re.fullmatch(r"-[\d.].*", a) for a in arguments):
         arguments = ["--", *arguments]
     given = parser.parse_args(arguments)
@@ -59,12 +66,17 @@ def main(arguments: list[str]) -> int:
     claim = next((c for c in stage.claims(progress.track) if c.name == stage.number), None)
     if claim is None:
         raise Problem(f"stage {stage.id} has no number to predict")
+    number, unit = stage.id.lstrip("0"), UNITS.get(claim.unit, claim.unit)
+    measured = progress.best(stage, progress.track, claim.name, Measure(claim.claim, 0.0, claim.unit, claim.gate))
+    if measured is not None and not given.again:
+        known = figure(measured, claim.unit, claim.gate)
+        raise Refused(f"stage {stage.id} has been measured: {known}; --again notes what you expect of another design")
     text = given.value
     if text is None:
         if not sys.stdin.isatty():
-            raise Problem(f"type the number as well: ./vc predict {stage.id.lstrip('0')} 3.2")
-        unit = f" ({claim.unit})" if claim.unit else ""
-        text = input(f"{claim.claim}{unit}, as you expect it: ")
+            in_what = f", N in {unit}" if unit else ""
+            raise Problem(f"type the number as well: ./vc predict {number} N{in_what}")
+        text = input(f"{claim.claim}{f' ({unit})' if unit else ''}, as you expect it: ")
     value = read(text)
     with changing() as progress:
         kept = progress.shelf("predictions", stage, progress.track).setdefault(stage.id, [])
@@ -72,7 +84,10 @@ def main(arguments: list[str]) -> int:
             kept.pop()
         kept.append({"at": time.time(), "value": value})
     screen.say(f"Noted: {claim.claim}, {figure(value, claim.unit)}.")
-    screen.next(f"./vc test {stage.id.lstrip('0')}")
+    if claim.unit == "%" and 0 < abs(value) < 1:
+        meant = figure(round(100 * value, 6))
+        screen.paragraph(f"This number is in percent: for {meant}% type ./vc predict {number} {meant}", "")
+    screen.next(f"./vc test {number}")
     return 0
 
 

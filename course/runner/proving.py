@@ -141,6 +141,7 @@ def main(arguments: list[str]) -> int:
     parser = Parser("verify", "The answers through every check, the planted faults against what must catch them.")
     parser.add_argument("stage", nargs="*", metavar="n")
     parser.add_argument("--full", action="store_true", help="every fault against all checks; writes the table")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="with --full: where the table goes, of some stages too")
     parser.add_argument("--counts", type=Path, metavar="FILE", help="where passed, failed and not measured are written")
     given = parser.parse_args(arguments)
     track: Track = "torch"
@@ -156,11 +157,11 @@ def main(arguments: list[str]) -> int:
         if missing:
             screen.say(f"  {screen.mark('failed')}not here: stages {', '.join(missing)}")
             failed += len(missing)
-        if given.full:
-            from course.runner.matrix import write
+    if given.full and (given.into or not given.stage):
+        from course.runner.matrix import RESULTS, write
 
-            for path in write(proofs, track, has_gpu()):
-                screen.say(screen.dim(f"  written: {path.relative_to(ROOT)}"))
+        for path in write(proofs, track, has_gpu(), given.into or RESULTS):
+            screen.say(screen.dim(f"  written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}"))
     if given.counts is not None:
         given.counts.write_text(f"{passed} {failed} {sum(p.skipped for p in proofs)}\n")
     else:

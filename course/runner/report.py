@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 from course.runner.checking import Measure, Result, passes
 from course.runner.declaration import ROOT, Stage, Track
+from course.runner.environment import card, lacks
 from course.runner.progress import Progress, better
-from course.runner.terminal import WIDTH, Screen, figure, gate_of, must
-from course.runner.worker import NOT_IMPORTED, NOT_WRITTEN
+from course.runner.terminal import CLOSE_UNITS, WIDTH, Screen, figure, gate_of, must
+from course.runner.worker import NO_TRITON, NOT_IMPORTED, NOT_WRITTEN
 
 SHOWN = 6  # checks that a green run lists without -v
 TOLD = 4  # failures that are told in full without -v
+DETAIL = 4  # lines of what a failure saw, without -v
+NUMBERS = 3  # further numbers of the stage's leading check that are told under the table
 CLAIM, MEASURED, GATE, BEFORE = 4, 58, 69, 78  # columns: where the claim begins, where the others end
 
 
@@ -60,7 +63,7 @@ def headline(result: Result) -> Measure:
 
 def tested_as(run: Run) -> str:
     what = "answer, " if run.origin == "answers" else ""
-    where = "GPU" if run.gpu else "CPU: kernels run interpreted" if _kernels(run) else "CPU"
+    where = (card()[0] or "GPU") if run.gpu else "CPU: kernels run interpreted" if _kernels(run) else "CPU"
     return f"{what}{'shared' if run.stage.shared else run.track}, {where}"
 
 
@@ -75,8 +78,13 @@ def totals(results: list[Result]) -> str:
 
 def heading(screen: Screen, run: Run) -> None:
     title = f"{run.stage.id}  {run.stage.title}"
-    gap = " " * max(2, WIDTH - screen.length(title) - len(tested_as(run)))
-    screen.say(screen.bold(title) + gap + screen.dim(tested_as(run)))
+    if screen.length(title) + 2 + len(tested_as(run)) > WIDTH:  # a card of a long name
+        screen.say(screen.bold(title))
+        title = ""
+    screen.ends(screen.bold(title), screen.dim(tested_as(run)))
+    name, capability = card() if run.gpu else ("", None)
+    if capability is not None and (told := lacks(name, capability)):
+        screen.paragraph(told, "", "dim")
     screen.say()
 
 
@@ -88,7 +96,9 @@ def row(screen: Screen, run: Run, result: Result, measure: Measure | None, claim
         claim_of = next(c for c in run.stage.claims(run.track) if c.name == result.name)
         measured, gate = "not measured", gate_of(claim_of.gate, claim_of.unit)
     best = run.before.get((result.name, measure.name)) if measure and measure.gate[:1] in ("<", ">") else None
-    before = figure(best, "", measure.gate) if measure and best is not None else ""
+    before = (
+        figure(best, measure.unit if measure.unit in CLOSE_UNITS else "", measure.gate) if measure and best is not None else ""
+    )
     left = f"  {mark}{claim}"
     if screen.length(left) + 2 + len(measured) > MEASURED and screen.length(left) + 2 + len(measured) + 2 + len(gate) > GATE:
         screen.say(left)
@@ -157,12 +167,17 @@ def _failures(screen: Screen, run: Run, failed: list[Result], traceback: bool, v
             _traceback(screen, rest[0])
         screen.say()
         return
+    raised = [r for r in rest if r.raised]
+    groups = {(r.reason, r.where): [o for o in raised if (o.reason, o.where) == (r.reason, r.where)] for r in raised}
+    for same in groups.values():
+        _raised(screen, same, traceback)
+    rest = [r for r in rest if not r.raised]
     for r in rest if verbose else rest[:TOLD]:
-        _failure(screen, run, r, traceback)
+        _failure(screen, run, r, traceback, verbose)
     if not verbose and len(rest) > TOLD:
-        names = ", ".join(r.claim for r in rest[TOLD:])
         screen.say(f"{screen.mark('failed')}and {len(rest) - TOLD} more")
-        screen.paragraph(names, style="dim")
+        for r in rest[TOLD:]:
+            screen.say(screen.dim(f"  {r.claim}"))
         screen.say()
     if unwritten:
         _unwritten(screen, run, unwritten)
@@ -196,7 +211,25 @@ def _enclosing(where: str) -> str:
     return ".".join(n for _, n in names)
 
 
-def _failure(screen: Screen, run: Run, r: Result, traceback: bool) -> None:
+def _raised(screen: Screen, same: list[Result], traceback: bool) -> None:
+    """One exception of the learner's file that nobody asked for, and every check that came to it."""
+    r = same[0]
+    screen.say(f"{screen.mark('failed')}{screen.paint(r.claim, 31)}")
+    screen.paragraph(f"Your file raised {r.reason.rstrip('.')}.", most=DETAIL)
+    screen.say(f"  At {r.where}, in {_enclosing(r.where) or 'the file itself'}:")
+    _source(screen, r.where, quiet=True)
+    if r.probably and len(same) == 1:
+        screen.paragraph(f"Probably: {r.probably.rstrip('.')}.")
+    if len(same) > 1:
+        screen.say("  also in:")
+        for other in same[1:]:
+            screen.say(f"    {other.claim}")
+    if traceback:
+        _traceback(screen, r)
+    screen.say()
+
+
+def _failure(screen: Screen, run: Run, r: Result, traceback: bool, verbose: bool) -> None:
     screen.say(f"{screen.mark('failed')}{screen.paint(r.claim, 31)}")
     if r.measures and not passes((m := r.measures[-1]).gate, m.value):  # a number that misses its gate is the last one
         name = "" if m.name == r.claim else f"{m.name}: "
@@ -210,22 +243,22 @@ def _failure(screen: Screen, run: Run, r: Result, traceback: bool) -> None:
     elif names := [name for name, _ in r.ran if not name.endswith("__init__")]:
         screen.paragraph(f"It ran {', '.join(names)}.")
     if r.reason:
-        screen.say()
-        screen.paragraph(r.reason)
+        if r.probably:
+            screen.say()
+        screen.paragraph(r.reason, most=0 if verbose else DETAIL)
     if traceback and r.traceback:
         _traceback(screen, r)
     screen.say()
 
 
 def place(r: Result) -> str:
-    """File and line of the learner's that a failure points to, "" where it points to several."""
-    own = [line for name, line in r.ran if not name.endswith("__init__")] or [line for _, line in r.ran]
-    return r.where or (own[0] if len(own) == 1 else "")
+    """File and line of the learner's that a failure points to, "" where it points to none."""
+    return r.where
 
 
 def first_to_mend(failed: list[Result]) -> Result:
-    """The failure that points to the least code."""
-    return min(failed, key=lambda r: 1 if place(r) else len(r.ran) or 1000)
+    """What raised, then the failure that points to the least code."""
+    return min(failed, key=lambda r: 0 if r.raised else 1 if place(r) else len(r.ran) or 1000)
 
 
 def _source(screen: Screen, where: str, quiet: bool = False) -> None:
@@ -252,7 +285,10 @@ def _number(screen: Screen, run: Run) -> None:
     r, m = found
     said = f"{r.claim}: {figure(m.value, m.unit, m.gate)}"
     if m.baseline is not None:
-        said += f", compared with {figure(m.baseline, m.unit, m.gate)}"
+        of = f" of {m.against}" if m.against else ""
+        said += f", compared with {figure(m.baseline, m.unit, m.gate)}{of}"
+    others = [o for o in r.measures if o is not m and o.name != r.claim][-NUMBERS:]
+    said += "".join(f"; {o.name}: {figure(o.value, o.unit, o.gate)}" for o in others)
     screen.paragraph(said + ".", indent="")
     old = run.before.get((r.name, m.name))
     if old is not None and m.gate[:1] in ("<", ">"):
@@ -272,7 +308,6 @@ def _not_measured(screen: Screen, run: Run) -> None:
     needs = {c.name: c.needs for c in run.stage.claims(run.track)}
     lacking = run.of("not measured")
     if lacking and not run.of("failed") and all(needs.get(r.name) for r in lacking) and run.origin == "app":
-        told = (
-            "Neither passed nor failed: ./vc submit banks this stage as provisional, and offers it again when a GPU is there."
-        )
+        when = "where triton is" if all(r.reason == NO_TRITON for r in lacking) else "when a GPU is there"
+        told = f"Neither passed nor failed: ./vc submit banks this stage as provisional, and offers it again {when}."
         screen.paragraph(told, indent="", style="dim")

@@ -67,18 +67,22 @@ def check_repository() -> Path:
     return Path(folder)
 
 
-def commit(subject: str, value: str) -> str:
-    """Commits the files under app/, nothing else that is staged or changed; an empty commit where they are unchanged. Answers
-    the commit's id. Raises NoCommit."""
+def commit(subject: str, value: str) -> tuple[str, bool]:
+    """Commits the files under app/, nothing else that is staged or changed; an empty commit where they are unchanged, none
+    where this branch tells the same already. Answers the commit's id, and whether it is new. Raises NoCommit."""
     folder = check_repository()
     for name, what in BUSY.items():
         if (folder / name).exists():
             raise NoCommit(f"{what} is in progress: finish it")
+    if not git("status", "--porcelain", "--", "app").stdout:
+        for each in banked():
+            if f"{each.stage} {each.track}" == value:
+                return each.commit, False
     until = time.monotonic() + PATIENCE
     while True:
         done = _commit(f"{subject}\n\n{KEY}: {value}\n")
         if done.returncode == 0:
-            return git("rev-parse", "HEAD").stdout.strip()
+            return git("rev-parse", "HEAD").stdout.strip(), True
         if "index.lock" not in done.stderr or time.monotonic() > until:
             break
         time.sleep(0.25)

@@ -7,10 +7,11 @@ from course.runner.arguments import Parser, stage_here
 from course.runner.checking import Result
 from course.runner.declaration import Stage, Track, ladder
 from course.runner.problems import Refused
-from course.runner.progress import changing, load
+from course.runner.progress import Progress, changing, load
 from course.runner.report import Run, show
 from course.runner.terminal import Screen
 from course.runner.testing import counting, keep, must_have_file, run_checks
+from course.runner.worker import NO_TRITON
 
 QUIET = "close what else is running, plug the machine in, and try again; ./vc test asks as often as you like"
 
@@ -36,7 +37,7 @@ def verdict(run: Run) -> tuple[str, str]:
         return "refused", f"the machine was too busy for a verdict on {_claims(busy)}: {QUIET}"
     if required := [r for r in missing if not needs[r.name]]:
         return "refused", f"not measured: {_claims(required)} ({required[0].reason})"
-    if not run.of("passed"):
+    if not run.of("passed") and any(r.reason != NO_TRITON for r in missing):
         return "refused", "nothing was measured"
     return ("provisional", _claims(missing)) if missing else ("banked", "")
 
@@ -69,30 +70,43 @@ def submit(arguments: list[str]) -> int:
         screen.next(f"./vc test {stage.id.lstrip('0')}")
         return 1
     with changing() as progress:
+        in_order = progress.current(track) == stage
         progress.bank(stage, track, outcome == "provisional")
     screen.say()
     screen.say(
         f"Banked: {stage.id}, {stage.title}." if outcome == "banked" else f"Banked as provisional: {stage.id}, {stage.title}."
     )
     if outcome == "provisional":
-        screen.paragraph("The rest is offered again when there is a GPU.", "", "dim")
+        there = "where triton is" if all(r.reason == NO_TRITON for r in run.of("not measured")) else "when there is a GPU"
+        screen.paragraph(f"The rest is offered again {there}.", "", "dim")
     _commit(screen, stage, track)
-    after = progress.current(track)
-    if after is None:
+    if stage.part and track == "torch":
+        screen.paragraph(f"app/{stage.file(track).name} now plays as {stage.part} in ./vc serve, chat and generate.", "")
+    _after(screen, progress, stage, track, in_order)
+    return 0
+
+
+def _after(screen: Screen, progress: Progress, stage: Stage, track: Track, in_order: bool) -> None:
+    """What comes next: the guide of the following stage; one line where the stage was banked out of order."""
+    open_ = [s for s in ladder()[1] if s.is_here(track) and progress.banked(s, track) is None]
+    if not open_:
         screen.say()
         screen.say("That was the last stage of this version.")
         screen.next("./vc serve", "   your own files in the running engine")
-        return 0
+        return
+    following = next((s for s in open_ if s.id > stage.id), open_[0])
+    if not in_order:
+        screen.next(f"./vc guide {following.id.lstrip('0')}", f"   {following.title}")
+        return
     screen.say()
-    guide.show(screen, after, track)
-    return 0
+    guide.show(screen, following, track)
 
 
 def _commit(screen: Screen, stage: Stage, track: Track) -> None:
     """Commits app/ and notes the commit; a line says why where there is none."""
     subject = f"Stage {stage.id}: {stage.title}"
     try:
-        made = repository.commit(subject, f"{stage.id} {track}")
+        made, new = repository.commit(subject, f"{stage.id} {track}")
     except repository.NoCommit as no:
         first, *more = str(no).split("\n")
         screen.say(f"Not committed: {first}")
@@ -103,7 +117,7 @@ def _commit(screen: Screen, stage: Stage, track: Track) -> None:
     with changing() as progress:
         if (entry := progress.banked(stage, track)) is not None:
             entry["commit"] = made
-    screen.say(screen.dim(f"Committed {made[:9]}: {subject}"))
+    screen.say(screen.dim(f"Committed {made[:9]}: {subject}" if new else f"Committed before, and unchanged: {made[:9]}"))
 
 
 # --- resume -------------------------------------------------------------------------------------------------------------

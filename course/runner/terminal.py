@@ -19,6 +19,7 @@ PLAIN = str.maketrans({
 MARKS: dict[Verdict, tuple[str, int]] = {"passed": ("✓", 32), "failed": ("✗", 31), "not measured": ("○", 33)}
 WORDS = {">": "more than ", "<": "less than ", ">=": "at least ", "<=": "at most ", "=": ""}
 CLOSE_UNITS = ("x", "%")  # written without a space
+SINGULAR = {"passes": "pass", "launches": "launch", "copies": "copy"}
 
 
 class Screen:
@@ -38,10 +39,15 @@ class Screen:
         self.stream.write(text + "\n")
         self.stream.flush()
 
-    def paragraph(self, text: str, indent: str = "  ", style: str = "") -> None:
-        for line in textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent=indent, subsequent_indent=indent,
-                                  break_long_words=False, break_on_hyphens=False):  # fmt: skip
+    def paragraph(self, text: str, indent: str = "  ", style: str = "", most: int = 0) -> None:
+        """Wrapped; of more lines than `most` those, and how many are left."""
+        lines = textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent=indent, subsequent_indent=indent,
+                              break_long_words=False, break_on_hyphens=False)  # fmt: skip
+        for line in lines[: most or None]:
             self.say(self.dim(line) if style == "dim" else line)
+        if most and len(lines) > most:
+            left = len(lines) - most
+            self.say(self.dim(f"{indent}… and {left} line{'s' * (left > 1)} more: -v shows them"))
 
     def paint(self, text: str, code: int) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
@@ -110,7 +116,15 @@ def number(value: float, gate: str = "") -> str:
 
 def figure(value: float, unit: str = "", gate: str = "") -> str:
     text = number(value, gate)
-    return text + unit if unit in CLOSE_UNITS else f"{text} {unit}".rstrip()
+    return text + unit if unit in CLOSE_UNITS else f"{text} {one(unit) if value == 1 else unit}".rstrip()
+
+
+def one(unit: str) -> str:
+    """A unit as it stands beside 1: "slots" is "slot"."""
+    word, gap, rest = unit.partition(" ")
+    if word in SINGULAR:
+        return SINGULAR[word] + gap + rest
+    return word.removesuffix("s") + gap + rest if word.isalpha() and len(word) > 2 else unit
 
 
 def gate_of(gate: str, unit: str) -> str:
@@ -129,6 +143,7 @@ def _parts(gate: str) -> tuple[str, str]:
 def must(gate: str, unit: str) -> str:
     """A gate in words: "more than 3.00x"."""
     sign, bound = _parts(gate)
+    unit = one(unit) if bound == "1" else unit
     return WORDS.get(sign, sign + " ") + (bound + unit if unit in CLOSE_UNITS else f"{bound} {unit}".rstrip())
 
 

@@ -25,13 +25,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from course.runner.checking import Check, Failed, Lab, NotMeasured, Result, checks_of
 from course.runner.declaration import ROOT, Stage, Track, stage
 from course.runner.environment import has_gpu
 from course.runner.faults import Fault, answer_path, faults_of
+from course.runner.watching import watch
 
 TRIES = 3  # of a check that a busy machine kept from a verdict
 NOT_WRITTEN = "this is not written yet"
@@ -82,23 +83,15 @@ def where(error: BaseException, path: Path) -> str:
     return ""
 
 
-def functions_run(check: Check, lab: Lab, path: Path) -> list[tuple[str, str]]:
-    """Functions of the file under test that a check runs, each with the line of its last return; runs the check again."""
-    ran: dict[str, str] = {}
+def said(error: BaseException) -> str:
+    """Its kind and its text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
-    def watch(frame: FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if event == "return" and code.co_filename == str(path) and not code.co_name.startswith("<"):
-            ran[code.co_qualname.replace("<locals>.", "")] = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
 
-    sys.setprofile(watch)
-    try:
-        check.function(lab)
-    except Exception:
-        pass
-    finally:
-        sys.setprofile(None)
-    return list(ran.items())
+def on_purpose(at: str) -> bool:
+    """Whether a line raises by itself: then it says what went wrong, and the check's own guess stands beside it."""
+    name, _, line = at.rpartition(":")
+    return linecache.getline(str(ROOT / name), int(line)).strip().startswith(("raise ", "assert ")) if name else False
 
 
 def device() -> str:
@@ -139,19 +132,37 @@ def run_check(check: Check, stage_id: str, module: object, on: str, path: Path) 
         except Failed as failed:
             result.verdict, result.probably, result.reason = "failed", failed.probably, failed.detail
             result.where, result.traceback = where(failed, path), traceback.format_exc()
+            if not result.where and failed.__context__ is not None:
+                result.where = where(failed.__context__, path)  # an error of theirs whose text lacks something
             if not result.where and time.perf_counter() - began < SLOW:
-                result.ran = functions_run(check, Lab(stage_id, module, check, on), path)
+                seen = watch(check, Lab(stage_id, module, check, on), path, failed.called)
+                result.where, result.ran = seen.where, seen.ran
             break
         except (Exception, SystemExit) as error:
             result.verdict, result.where, result.traceback = "failed", where(error, path), traceback.format_exc()
             if isinstance(error, NotImplementedError):
                 result.probably, result.reason = NOT_WRITTEN, ""
             else:
-                result.probably = check.probably
-                result.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                _unexpected(result, error, check, path)
+                if not result.where and time.perf_counter() - began < SLOW:
+                    seen = watch(check, Lab(stage_id, module, check, on), path, False)
+                    result.where, result.ran = seen.where, seen.ran
+                    if seen.empty:
+                        result.probably, result.reason = "", f"{seen.empty} answered None"
             break
     result.seconds = time.perf_counter() - began
     return result
+
+
+def _unexpected(result: Result, error: BaseException, check: Check, path: Path) -> None:
+    """An exception that the check did not ask for. One of the file's own says more than what a failed claim usually means."""
+    frames = [f.name for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    if isinstance(error, AssertionError) and frames[-1:] == ["check"]:  # it looked, and something else has gone wrong
+        result.where, result.probably = "", check.probably
+        result.reason = f"your check() says: {error}" if str(error) else "your check() finds something wrong"
+        return
+    result.reason, result.raised = said(error), bool(result.where)
+    result.probably = "" if result.raised and not on_purpose(result.where) else check.probably
 
 
 def run_stage(
@@ -179,7 +190,7 @@ def run_checks(stage: Stage, track: Track, origin: str, checks: list[Check], fau
             return
         line = getattr(error, "lineno", None)
         at = f"{path.relative_to(ROOT)}:{line}" if line else where(error, path)
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        why = said(error)
         for c in checks:
             yield Result(stage.id, c.name, c.claim, "failed", reason=why, probably=NOT_IMPORTED, where=at,
                          traceback=traceback.format_exc())  # fmt: skip
@@ -206,12 +217,16 @@ def serve() -> NoReturn:
     """Runs the jobs that one line of stdin names: {stage, track, origin, jobs: [{fault, names}]}."""
     asked = json.loads(sys.stdin.readline())
     leave_with_the_asker()
-    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    out = os.dup(1)
     os.dup2(2, 1)  # what checked code prints is no part of the protocol
 
     def say(**told: Any) -> None:
-        said.write(json.dumps(told) + "\n")
-        said.flush()
+        line = json.dumps(told).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(out, line) :]
+        except BrokenPipeError:
+            os._exit(0)  # whoever asked has heard enough
 
     chosen, track = stage(asked["stage"]), asked["track"]
     say(loading=-1)
@@ -233,8 +248,6 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--serve"]:
         try:
             serve()
-        except BrokenPipeError:
-            os._exit(0)  # whoever asked has heard enough
         except BaseException as error:  # ours, or a KeyboardInterrupt that checked code raises: the runner says what it meant
             if os.environ.get("CUTAWAY_DEBUG") == "1":
                 raise

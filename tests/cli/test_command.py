@@ -185,7 +185,7 @@ def test_generate_says_whose_parts_play_and_goes_on_without_one_that_fails(model
     assert done.returncode == 0, done.stderr
     assert done.stdout == cutaway(*ask).stdout
     said = done.stderr.splitlines()
-    assert said[0] == "with your scheduler.py (10)"
+    assert said[0] == "with your mine.py (10)"
     assert said[1].startswith(f"cutaway: {part}, line 5, in schedule (part scheduler, stage 10): ZeroDivisionError: ")
     assert len(said) == 3
 

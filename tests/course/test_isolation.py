@@ -143,3 +143,21 @@ def test_a_stop_ends_the_checks_as_well(checkout: Checkout, number: int, code: i
     while alive(str(checkout.root)) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not alive(str(checkout.root))
+
+
+def test_a_worker_whose_asker_has_left_says_nothing(checkout: Checkout) -> None:
+    checkout.write("s02_shared", ANSWER)
+    command = [sys.executable, "-P", str(checkout.root / "course/runner/worker.py"), "--serve"]
+    worker = subprocess.Popen(
+        command, env=checkout.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert worker.stdin is not None and worker.stdout is not None and worker.stderr is not None
+    worker.stdout.close()  # stdin stays open: nothing else tells it
+    jobs = [{"fault": "", "names": ["adds", "zero"]}]
+    worker.stdin.write(json.dumps({"stage": "02", "track": "torch", "origin": "app", "jobs": jobs}).encode() + b"\n")
+    worker.stdin.flush()
+    assert worker.wait(20) == 0
+    assert worker.stderr.read() == b""
+    worker.stdin.close()
+    worker.stderr.close()

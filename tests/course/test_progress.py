@@ -90,7 +90,7 @@ def test_the_best_of_each_number_is_kept_and_shown(checkout: Checkout) -> None:
     assert "before" not in first
     checkout.write("s02_shared", ANSWER.replace("a + b", "a + b + (a == 1)"))
     second = checkout.vc("test", "2").stdout
-    assert re.search(r"sum of many, against one +5.00x +> 2.00x +4.00", second)
+    assert re.search(r"sum of many, against one +5.00x +> 2.00x +4.00x", second)
     assert "sum of many, against one: 5.00x, compared with 1.00x.\n1.00x better than your best.\n" in second
     checkout.write("s02_shared", ANSWER)
     assert "1.00x short of your best" in checkout.vc("test", "2").stdout
@@ -111,12 +111,29 @@ def test_a_prediction_is_held_against_the_next_measurement(checkout: Checkout) -
     assert "You expected 3.2x and measured 4.00x: 1.25 times off." in checkout.vc("test", "2").stdout
     assert "You expected" not in checkout.vc("test", "2").stdout
     assert "1.25 times off" in checkout.vc("predict").stdout
+    late = checkout.vc("predict", "2", "4")
+    assert (late.returncode, late.stdout) == (1, "")
+    assert "stage 02 has been measured: 4.00x; --again notes what you expect of another design" in late.stderr
+    assert "not run yet" not in checkout.vc("predict").stdout
+    assert "Noted: sum of many, against one, 5x." in checkout.vc("predict", "2", "5", "--again").stdout
+
+
+def test_a_share_is_predicted_in_percent_and_is_points_off(checkout: Checkout) -> None:
+    checkout.write("s02_shared", ANSWER)
+    path = checkout.root / "course/stages/s02_shared/checks.py"
+    path.write_text(path.read_text().replace('unit="x"', 'unit="%"'))
+    assert "./vc predict 2 N, N in percent" in checkout.vc("predict", "2").stderr
+    small = checkout.vc("predict", "2", "0.8").stdout
+    assert "Noted: sum of many, against one, 0.8%." in small
+    assert "This number is in percent: for 80% type ./vc predict 2 80" in small
+    assert "in percent" not in checkout.vc("predict", "2", "13.2").stdout
+    assert "You expected 13.2% and measured 4.00%: 9.2 points off." in checkout.vc("test", "2").stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(("2", "many"), "a prediction is a number such as 3.2, got 'many'"),
-     (("2",), "type the number as well: ./vc predict 2 3.2"),
+    [(("2", "many"), "a prediction is a number, such as 12.5, got 'many'"),
+     (("2",), "type the number as well: ./vc predict 2 N, N in times"),
      (("3", "1"), "is not in this version yet"), (("2", "nan"), "a prediction is a number"), (("2", "1", "2"), "unrecognized")],
 )  # fmt: skip
 def test_what_is_no_prediction_is_one_line(checkout: Checkout, arguments: tuple[str, ...], says: str) -> None:

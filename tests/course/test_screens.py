@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -10,7 +11,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ANSWER, ROOT, Checkout
+from conftest import ANSWER, GUIDE, ROOT, Checkout
+from course.runner.declaration import stage
+from course.runner.environment import lacks
+from course.runner.report import Run, heading
+from course.runner.terminal import Screen, figure, gate_of, must
 
 SCREENS = [
     (),
@@ -93,6 +98,98 @@ def test_green_says_number_gate_best_and_what_it_is_compared_with(checkout: Chec
     assert "sum of many, against one: 4.00x, compared with 1.00x." in lines
     assert any(line.startswith("3 passed, 0 failed, 0 not measured") for line in lines)
     assert lines[-1] == "  next   ./vc submit 2"
+
+
+def test_green_names_the_baseline_and_tells_the_further_numbers(checkout: Checkout) -> None:
+    path = checkout.root / "course/stages/s02_shared/checks.py"
+    more = 'lab.measure(1.5, name="slower than plain", unit="x"); '
+    text = path.read_text().replace("lab.measure(lab.app.add(1, 3)", more + "lab.measure(lab.app.add(1, 3)")
+    path.write_text(text.replace("baseline=1.0", 'baseline=1.0, against="a sum of one"'))
+    checkout.write("s02_shared", ANSWER)
+    text = " ".join(checkout.vc("test", "2").stdout.split())
+    assert "sum of many, against one: 4.00x, compared with 1.00x of a sum of one; slower than plain: 1.5x." in text
+
+
+def test_an_exception_of_the_file_is_told_once_with_every_check_that_came_to_it(checkout: Checkout) -> None:
+    checkout.write("s02_shared", ANSWER.replace("return a + b", "return a + b[0]"))
+    text = checkout.vc("test", "2").stdout
+    assert text.count("Your file raised TypeError: 'int' object is not subscriptable.\n") == 1
+    assert "  At app/s02_shared.py:6, in add:\n      return a + b[0]\n  also in:\n    what two zeros come to\n" in text
+    assert "Probably" not in text
+    assert text.endswith("  next   edit app/s02_shared.py:6, then ./vc test 2\n")
+
+
+def test_a_long_detail_is_cut_and_whole_with_v(checkout: Checkout) -> None:
+    path = checkout.root / "course/stages/s02_shared/checks.py"
+    path.write_text(path.read_text().replace('detail="one and three"', 'detail="seen " * 200'))
+    checkout.write("s02_shared", ANSWER.replace("a + b", "a - b"))
+    text = checkout.vc("test", "2").stdout
+    assert re.search(r"  … and \d+ lines more: -v shows them\n", text)
+    assert text.count("seen") < 70
+    assert checkout.vc("test", "2", "-v").stdout.count("seen") == 200
+
+
+def test_failures_that_are_not_told_are_one_a_line(checkout: Checkout) -> None:
+    path = checkout.root / "course/stages/s02_shared/checks.py"
+    more = "".join(
+        f'\n\n@check(probably="x")\ndef c{n}(lab: Lab) -> None:\n    """claim {n}, and more"""\n    lab.expect(False)\n'
+        for n in range(5)
+    )
+    path.write_text(path.read_text() + more)
+    checkout.write("s02_shared", ANSWER.replace("a + b", "a - b"))
+    assert "✗ and 2 more\n  claim 3, and more\n  claim 4, and more\n" in checkout.vc("test", "2").stdout
+
+
+CARDS = [
+    ((7, 5), "Tesla T4", "sm_75"),
+    ((7, 0), "Tesla V100", "sm_70"),
+    ((8, 0), "A100", ""),
+    ((9, 0), "NVIDIA H200", ""),
+    ((12, 0), "B", ""),
+]
+
+
+@pytest.mark.parametrize(("capability", "name", "says"), CARDS)
+def test_a_card_is_named_and_so_is_what_an_old_one_lacks(
+    capability: tuple[int, int], name: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = lacks(name, capability)
+    lacking = f"{name}, {says}: fp16 in place of bf16, no TMA, no fp8; gates compare two times on this card"
+    assert told == (lacking if says else "")
+    monkeypatch.setattr("course.runner.report.card", lambda: (name, capability))
+    lines = io.StringIO()
+    heading(Screen(lines), Run(stage("06"), "torch", "app", gpu=True))
+    assert lines.getvalue().splitlines()[0].endswith(f"shared, {name}")
+    assert " ".join(lines.getvalue().splitlines()[1:]).strip() == told
+    assert max(map(len, lines.getvalue().splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(figure(1, "slots"), "1 slot"), (figure(1, "passes"), "1 pass"), (figure(2, "slots"), "2 slots"), (figure(1, "x"), "1x"),
+     (figure(1, "bytes off"), "1 byte off"), (figure(1, "of 10"), "1 of 10"), (figure(1, "GB/s"), "1 GB/s"),
+     (figure(1, "ms"), "1 ms"), (must("= 1", "positions"), "1 position"), (gate_of("= 2000", "of 2,000"), "= 2,000")],
+)  # fmt: skip
+def test_one_of_a_thing_is_singular(text: str, says: str) -> None:
+    assert text == says
+
+
+def test_the_answers_of_a_guide_are_apart(checkout: Checkout) -> None:
+    guide = checkout.root / "course/stages/s01_sum/guide.md"
+    for told in ("Answers\n\n1. Forty-two.\n", "Answers: forty-two\nof them.\n"):
+        guide.write_text(GUIDE + "\n" + told)
+        plain = checkout.vc("guide", "1").stdout
+        assert "orty-two" not in plain
+        assert "  1. One?\n\n  Answers  ./vc guide 1 --answers\n" in plain
+        answered = checkout.vc("guide", "1", "--answers").stdout
+        assert re.search(r"  1\. One\?\n\nAnswers\n  (1\. F|f)orty-two", answered)
+        assert "What to build" not in answered
+
+
+def test_the_book_s_chapter_has_its_title(checkout: Checkout) -> None:
+    toml = checkout.root / "course/stages.toml"
+    toml.write_text('[chapters]\nS01 = "The generation loop"\n' + toml.read_text())
+    assert "chapter S01, The generation loop: not in this version yet" in checkout.vc("guide", "1").stdout
 
 
 def test_red_says_number_gate_probable_mistake_and_the_line(checkout: Checkout) -> None:

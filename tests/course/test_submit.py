@@ -57,6 +57,28 @@ def test_without_its_gpu_part_a_stage_is_provisional(checkout: Checkout) -> None
     assert "1 provisional" in checkout.vc().stdout
 
 
+def test_out_of_order_the_end_says_what_was_banked_and_what_follows(checkout: Checkout) -> None:
+    ready(checkout)
+    lines = checkout.vc("submit", "2").stdout.splitlines()
+    assert lines[-2:] == ["", "  next   ./vc guide 1   Sums"]
+    assert "Banked: 02, Shared sums." in lines[-7:]
+    assert "app/s02_shared.py now plays as blocks in ./vc serve, chat and generate." in lines[-4:]
+    assert "plays as" not in checkout.vc("submit", "1").stdout
+
+
+def test_where_a_library_is_missing_for_every_check_the_stage_is_provisional(checkout: Checkout) -> None:
+    ready(checkout)
+    path = checkout.root / "course/stages/s02_shared/checks.py"
+    path.write_text(path.read_text().replace("@check(", '@check(needs="triton", '))
+    worker = checkout.root / "course/runner/worker.py"
+    worker.write_text(worker.read_text().replace('find_spec("triton")', 'find_spec("no_such_library")'))
+    done = checkout.vc("submit", "2")
+    assert done.returncode == 0, done
+    assert "Banked as provisional: 02, Shared sums." in done.stdout
+    assert "The rest is offered again where triton is." in done.stdout
+    assert "GPU" not in done.stdout.replace("needs a GPU", "")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -106,6 +128,21 @@ def test_nothing_changed_makes_an_empty_commit_that_resume_can_find(checkout: Ch
     assert checkout.vc("submit", "2").returncode == 0
     assert (files_of_head(checkout), trailer(checkout)) == ([], "02 torch")
     assert checkout.git("diff", "--cached", "--name-only") == "notes.txt"
+
+
+def test_what_was_committed_before_and_is_unchanged_is_not_committed_twice(checkout: Checkout) -> None:
+    ready(checkout)
+    checkout.vc("submit", "2")
+    made = checkout.git("rev-parse", "HEAD")
+    checkout.vc("reset", "2")
+    assert f"Committed before, and unchanged: {made[:9]}" in checkout.vc("submit", "2").stdout
+    assert checkout.git("rev-parse", "HEAD") == made
+    entry = checkout.banked("02")
+    assert entry is not None
+    assert entry["commit"] == made
+    checkout.write("s02_shared", ANSWER + "\n")
+    checkout.vc("submit", "2")
+    assert checkout.git("rev-parse", "HEAD") != made
 
 
 def test_a_repository_without_commits_gets_its_first(checkout: Checkout) -> None:
@@ -257,5 +294,5 @@ def test_a_shared_stage_counts_on_both_tracks(checkout: Checkout) -> None:
     ready(checkout)
     checkout.vc("submit", "2")
     checkout.vc("backend", "jax")
-    assert "ladder 1 of 3" in checkout.vc().stdout
+    assert "ladder 1 of 1 (3 in all)" in checkout.vc().stdout
     assert "Every stage of this version is banked" in checkout.vc().stdout

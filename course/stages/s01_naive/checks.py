@@ -35,7 +35,12 @@ def positions_grow_with_the_prefix(lab: Lab) -> None:
     got = answer_of(lab, lab.app.naive_generate, model, prompt_of(PROMPT), TOKENS)
     positions = [tokens for _, tokens in model.counts.shapes]
     detail = f"{model.counts.passes} passes for {len(got)} ids, over {positions[:3]} to {positions[-2:]}"
-    lab.measure(model.counts.positions, baseline=PROMPT + TOKENS - 1, detail=f"8 + 9 + … + 39 = 752 was expected; {detail}")
+    lab.measure(
+        model.counts.positions,
+        baseline=PROMPT + TOKENS - 1,
+        against="a loop that remembers",
+        detail=f"8 + 9 + … + 39 = 752 was expected; {detail}",
+    )
     lab.measure(positions[-1] / positions[0], name="last token against the first", unit="x", gate="= 4.875", detail=detail)
 
 

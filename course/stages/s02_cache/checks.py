@@ -51,7 +51,12 @@ def each_position_once(lab: Lab) -> None:
     before = model.counts.positions
     answer_of(lab, lab.app.cached_generate, model, prompt_of(PROMPT), TOKENS)
     shapes = [tokens for _, tokens in model.counts.shapes]
-    lab.measure(model.counts.positions, baseline=before, detail=f"100 + 32 - 1 were expected; passes were over {shapes[:4]} …")
+    lab.measure(
+        model.counts.positions,
+        baseline=before,
+        against="stage 01",
+        detail=f"100 + 32 - 1 were expected; passes were over {shapes[:4]} …",
+    )
     lab.measure(
         model.counts.projected / model.num_layers,
         name="the same, in each layer",

@@ -152,7 +152,7 @@ def passes_against_static(lab: Lab) -> None:
     detail = f"{passes} passes, static {fixed.counts.passes}; no packing of 174 ids into 4 rows takes fewer than {least}"
     lab.measure(passes, name="passes, at least the best packing", gate=f">= {least}", baseline=fixed.counts.passes,
                 detail=detail, probably="more rows than the cap ran in a pass, or ids came from no pass at all")  # fmt: skip
-    lab.measure(100 * passes / fixed.counts.passes, baseline=100, detail=detail)
+    lab.measure(100 * passes / fixed.counts.passes, baseline=100, against="static batching", detail=detail)
 
 
 @check(

@@ -25,6 +25,9 @@ def invoke(app: typer.Typer, args: Sequence[str], name: str) -> int:
     return result if isinstance(result, int) else 0
 
 
+OWN = "; --reference runs the engine's own"
+
+
 def run(args: Sequence[str]) -> int:
     """The whole command but for ending the process: answers the exit code."""
     from cutaway.cli.verbs import app
@@ -32,7 +35,10 @@ def run(args: Sequence[str]) -> int:
     try:
         return invoke(app, args, os.environ.get("CUTAWAY_COMMAND", "cutaway"))  # ./vc gives its own name
     except CutawayError as error:
-        return _complain(str(error), 2)
+        from cutaway.engine.parts import PartFault
+
+        banked = isinstance(error, PartFault) and os.environ.get("CUTAWAY_COMMAND") == "./vc"  # that gave the file
+        return _complain(f"{error}{OWN if banked else ''}", 2)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the prompt does not stand behind ^C

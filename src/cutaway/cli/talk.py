@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def loaded(config: EngineConfig) -> Generator[LLM]:
 
         llm = LLM(**{name: getattr(config, name) for name in EngineConfig.__dataclass_fields__})
     with llm:
-        if own := [f"{name}.py ({PARTS[name].stage})" for name in llm.parts.overrides]:
+        if own := [f"{Path(file).name} ({PARTS[name].stage})" for name, file in llm.parts.overrides.items()]:
             print(f"with your {', '.join(own)}", file=sys.stderr)
         yield llm
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Generator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
@@ -127,8 +128,8 @@ def _model(name: str, backend: dict[str, Any]) -> str:
 
 
 def _played(report: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """Whose files play, with their stages."""
-    own = [f"{name}.py ({part['stage']})" for name, part in report.items() if not part["reference"]]
+    """Whose files play, by the names that people gave them, with their stages."""
+    own = [f"{Path(part['source']).name} ({part['stage']})" for part in report.values() if not part["reference"]]
     beside = [f"{name}.py ({part['stage']})" for name, part in report.items() if "shadow" in part]
     others = sum(part["reference"] for part in report.values())
     rows = [("Yours", "  ".join(own)), ("Beside", "  ".join(beside))]
