@@ -29,6 +29,7 @@ from course.runner.ledger_workload import BLOCK, Workload
 from course.runner.worker import load as load_file
 from cutaway.core.plan import StepPlan
 
+
 class Watched(Model):
     """The given model, with the time at which each pass began. now: wall time or, with one thread, also CPU time, which
     neighbours on the machine do not change."""

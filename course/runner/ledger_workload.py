@@ -18,15 +18,15 @@ do not say that they are wrong.
 """
 QUESTIONS = [
     "What does the flywheel do?",
-    "Why is the boiler riveted and not welded? My grandfather was a welder, and he said that a weld is stronger than any rivet.",
+    "Why is the boiler riveted and not welded? My grandfather was a welder, and he said that a weld is the stronger.",
     "How hot is the steam when it reaches the cylinder?",
-    "My daughter asks why the wheels of the locomotive are joined by rods. I told her that it is so that they turn together, but "
-    "they stand on the same rail, so would they not turn together anyway?",
+    "My daughter asks why the wheels of the locomotive are joined by rods. I told her that it is so that they turn together, "
+    "but they stand on the same rail, so would they not turn together anyway?",
     "Who built this one?",
     "What is the small brass ball on top for? It spins faster when the engine does, and then the arms go up.",
     "Is that oil or water dripping from the pipe?",
-    "There are two pistons of different size on this engine, and the same steam seems to go through both of them. Why would one "
-    "use the steam twice, and why is the second piston so much larger than the first?",
+    "There are two pistons of different size on this engine, and the same steam seems to go through both of them. Why would "
+    "one use the steam twice, and why is the second piston so much larger than the first?",
     "How loud was it when it ran?",
     "If I closed this valve while the engine ran, what would happen first?",
     "Why does the diesel have no spark plugs?",

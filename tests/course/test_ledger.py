@@ -14,14 +14,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from course.runner import ledger, ledger_rows, ledger_values  # noqa: E402
+from course.runner import ledger, ledger_rows, ledger_values, ledger_workload  # noqa: E402
 from course.runner.ledger_picture import svg  # noqa: E402
 from course.runner.problems import Problem  # noqa: E402
 
 PROMPTS = [[*range(40, 72), *range(n, n + own)] for n, own in ((100, 5), (200, 9), (300, 2), (400, 7))]
 ANSWERS = [4, 9, 2, 3]
 IDS = sum(ANSWERS)
-TINY = ledger_rows.Workload(PROMPTS, ANSWERS, shared=32, window=64, memory=128, budget=64, slices=24)
+TINY = ledger_workload.Workload(PROMPTS, ANSWERS, shared=32, window=64, memory=128, budget=64, slices=24)
 FIELDS = {
     "id", "stage", "name", "source", "yours", "tokens_per_second", "seconds", "passes", "positions", "bytes_per_token",
     "factor", "rows_mean", "rows_most", "slots_held", "slots_written", "prefill_tokens", "worst_gap_ms", "differ", "rounds",
@@ -32,7 +32,7 @@ FIELDS = {
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     monkeypatch.setenv("CUTAWAY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(ledger_rows, "workload", lambda *_: TINY)
+    monkeypatch.setattr(ledger_workload, "of_random_ids", lambda _: TINY)
     monkeypatch.setattr(ledger, "banked_files", dict)
     yield
     torch.set_num_threads(threads)
@@ -41,7 +41,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger_rows, "workload", lambda *_: TINY)
+        patch.setattr(ledger_workload, "of_random_ids", lambda _: TINY)
         return ledger.document({}, quick=True, threads=1)
 
 

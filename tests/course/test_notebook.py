@@ -33,7 +33,7 @@ def cells() -> list[str]:
 
 
 def titled(number: int) -> str:
-    return next(cell for cell in cells() if cell.startswith(f"#@title {number}. "))
+    return next(cell for cell in cells() if cell.replace("# @", "#@").startswith(f"#@title {number}. "))
 
 
 class Runtime:
@@ -127,7 +127,7 @@ def test_from_a_fork_to_a_banked_stage_and_on_in_a_fresh_runtime(tmp_path: Path,
     assert (first.folder / "vc").is_file()
     thin_environment(first.folder)
     assert "smollm2-135m-instruct" in first.run(titled(2))
-    assert "ladder 0 of 20" in first.run(titled(3))
+    assert "ladder 0 of" in first.run(titled(3))
     assert "Where this begins" in first.run(titled(4))
     assert "app/s01_naive.py" in first.run(titled(5))
     assert "Nothing of app/s01_naive.py is written yet" in first.run(titled(6))
@@ -143,7 +143,7 @@ def test_from_a_fork_to_a_banked_stage_and_on_in_a_fresh_runtime(tmp_path: Path,
     second.run(titled(1))
     thin_environment(second.folder)
     told = second.run(titled(3))
-    assert "ladder 1 of 20" in told, told
+    assert "ladder 1 of" in told, told
     log = subprocess.run(
         ["git", "log", "-1", "--format=%an %ae%n%B"], cwd=second.folder, capture_output=True, text=True, check=True
     )
