@@ -6,6 +6,7 @@ read (a property, `check`), and to none where a workload called many in turn.
 
 from __future__ import annotations
 
+import dis
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,6 +63,11 @@ def _state(frame: FrameType) -> str:
         return ""
 
 
+def _returns(frame: FrameType) -> bool:
+    """Whether a function ends by returning; one that an exception leaves has no answer, and is told in the same way."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
 class _Watch:
     def __init__(self, module: Any, path: Path):
         self.path, self.read_only, self.answers = path, _read_only(module), _answers(module)
@@ -96,7 +102,7 @@ class _Watch:
         self.last, self.read_after = line, False
         self.changed = before is not None and before != _state(frame)
         answers = self.answers.get(code, "None")
-        if arg is None and "None" not in answers and answers not in ("NoReturn", "Any", "object"):
+        if arg is None and _returns(frame) and "None" not in answers and answers not in ("NoReturn", "Any", "object"):
             self.empty = name
 
 

@@ -147,7 +147,7 @@ def run_check(check: Check, stage_id: str, module: object, on: str, path: Path) 
                 if not result.where and time.perf_counter() - began < SLOW:
                     seen = watch(check, Lab(stage_id, module, check, on), path, False)
                     result.where, result.ran = seen.where, seen.ran
-                    if seen.empty:
+                    if seen.empty and "None" in str(error):
                         result.probably, result.reason = "", f"{seen.empty} answered None"
             break
     result.seconds = time.perf_counter() - began

@@ -190,6 +190,17 @@ def test_generate_says_whose_parts_play_and_goes_on_without_one_that_fails(model
     assert len(said) == 3
 
 
+def test_a_banked_file_that_cannot_be_loaded_says_the_way_out(model: str, tmp_path: Path) -> None:
+    part = tmp_path / "s10_scheduler.py"
+    part.write_text("class Scheduler(:\n")
+    ask = ("generate", "x", "--model", model, *FAKE, "--part", f"scheduler={part}")
+    done = cutaway(*ask, CUTAWAY_COMMAND="./vc")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"{part}, line 1: cannot be the part scheduler (stage 10): SyntaxError" in done.stderr
+    assert done.stderr.endswith("; --reference runs the engine's own\n")
+    assert "--reference" not in cutaway(*ask).stderr  # which only ./vc has
+
+
 def test_generate_with_a_seed_answers_the_same(model: str) -> None:
     ask = (
         "generate",

@@ -20,8 +20,8 @@ from processes import banner_of, serve_process, url_of
 
 import tiny
 from cutaway.core.errors import CutawayError
-from cutaway.engine.parts import PARTS
-from cutaway.server.serve import bind, serve
+from cutaway.engine.parts import PARTS, Parts
+from cutaway.server.serve import bind, played, serve
 
 FAKE = "cutaway.backends.fake:create"
 
@@ -29,6 +29,15 @@ FAKE = "cutaway.backends.fake:create"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_folder(tmp_path_factory.mktemp("model") / "tiny-llama", "llama")
+
+
+def test_a_file_that_plays_is_called_as_its_person_called_it() -> None:
+    report = Parts({"blocks": "/home/ada/app/s06_blocks.py", "chunked": "s11_chunked.py"}).report()
+    report["scheduler"]["shadow"] = {"source": "/home/ada/app/s10_scheduler.py"}
+    rows = dict(played(report))
+    assert rows["Yours"] == "s06_blocks.py (06)  s11_chunked.py (11)"
+    assert rows["Beside"] == "s10_scheduler.py (10)"
+    assert rows["Reference"] == f"{len(PARTS) - 2} other parts"
 
 
 @contextmanager

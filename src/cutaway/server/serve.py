@@ -127,10 +127,10 @@ def _model(name: str, backend: dict[str, Any]) -> str:
     return "   ".join(field for field in ("Cutaway", name, ", ".join(facts), where + threads) if field)
 
 
-def _played(report: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+def played(report: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     """Whose files play, by the names that people gave them, with their stages."""
     own = [f"{Path(part['source']).name} ({part['stage']})" for part in report.values() if not part["reference"]]
-    beside = [f"{name}.py ({part['stage']})" for name, part in report.items() if "shadow" in part]
+    beside = [f"{Path(p['shadow']['source']).name} ({p['stage']})" for p in report.values() if "shadow" in p]
     others = sum(part["reference"] for part in report.values())
     rows = [("Yours", "  ".join(own)), ("Beside", "  ".join(beside))]
     rows += [("Dropped", f"{name}: {part['dropped']}") for name, part in report.items() if "dropped" in part]
@@ -150,7 +150,7 @@ def banner(service: Service, url: str, seconds: float) -> str:
         ("Window", f"{info['window']:,} tokens{_of(backend.get('window'), info['window'])}"),
         ("A step", f"at most {info['rows']:,} requests and {info['budget']:,} tokens"),
         ("Preemption", "swap: blocks are kept on the host" if info.get("preemption") == "swap" else ""),
-        *_played(parts_report(service)),
+        *played(parts_report(service)),
         ("", " "),
         ("API", f"{url}/v1" + (" (with the API key)" if service.api_key else "")),
         ("Page", f"{url}/"),
