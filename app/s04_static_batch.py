@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch  # noqa: F401  you will need it
-
 from course.given.torch_model import Model, attend  # noqa: F401
 
 

@@ -24,7 +24,6 @@ mask. Padding goes on the right now, past each row's end: nothing is ever read t
 from __future__ import annotations
 
 import torch  # noqa: F401  you will need it
-
 from course.given.torch_model import Model, attend  # noqa: F401
 
 

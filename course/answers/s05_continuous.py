@@ -6,10 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
+from course.given.torch_model import Model, attend
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-
-from course.given.torch_model import Model, attend
 
 
 @dataclass(eq=False)
