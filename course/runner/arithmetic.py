@@ -335,5 +335,7 @@ def main(arguments: list[str]) -> int:
     weights, width = given.size or float(PARAMETERS), given.bytes or BYTES[kept_in]
     kind = f"{given.bytes:g} bytes a weight" if given.bytes else kept_in
     name = f"{MODEL if given.size is None else 'a model of ' + told(weights, '') + ' weights'}, {kind}"
-    show(Screen(), name, weights, width, given.batch, (figures[0], figures[1]), words)
+    bandwidth, rate = figures
+    assert bandwidth is not None and rate is not None, "a figure is typed or measured"
+    show(Screen(), name, weights, width, given.batch, (bandwidth, rate), words)
     return 0
