@@ -1,9 +1,8 @@
-"""The real engine on a backend without a model, and a record of every decision that the scheduler under test takes in it."""
+"""The real engine on a backend without a model, around the scheduler under test; or that scheduler alone, on a desk."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 from course.given.rig import Preemption, fake_engine, limits_of, request, run
 from course.runner.checking import Lab
+from course.stages.s10_scheduler.recorder import Split, Watched
 
 from cutaway.core import prefix_cache
 from cutaway.core.blocks import BlockAllocator, BlockTable
@@ -20,77 +20,6 @@ from cutaway.core.request import Request
 from cutaway.engine.engine import Engine
 
 SIZE = 4  # tokens a block: short requests then cross into new blocks often
-
-
-@dataclass
-class Decision:
-    """One step. running: ids before it, in order. rows: (id, start, n). queue: running and waiting ids after it."""
-
-    running: list[int]
-    rows: list[tuple[int, int, int]]
-    admitted: list[int]
-    preempted: list[int]
-    queue: list[int]
-    num_running: int
-    forgot: list[str]  # preempted requests that lost tokens or kept memory
-
-
-class Watched:
-    """The scheduler under test: passes every call on, judges the form of what it answers, and keeps it."""
-
-    def __init__(self, lab: Lab, inner: Any):
-        self._lab, self._inner = lab, inner
-        self.decisions: list[Decision] = []
-        self.back: dict[int, int] = {}  # of each request: tokens found in the cache, and computed with their results back
-        self._flights: deque[list[tuple[Request, int]]] = deque()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def schedule(self) -> Schedule:
-        running = list(self._inner.running)
-        had = {r.id: len(r.tokens) for r in running}
-        step = self._inner.schedule()
-        self._lab.expect(isinstance(step, Schedule), "schedule answers a cutaway.core.plan.Schedule", f"it answered {step!r}")
-        for row in step.rows:
-            right = len(row) == 3 and isinstance(row[0], Request) and row[2] > 0
-            self._lab.expect(
-                right, "rows are (request, first position, number of tokens), without rows of 0 tokens", f"{row!r}"
-            )
-        forgot = [
-            f"request {r.id}: {had.get(r.id)} tokens, then {len(r.tokens)}; computed {r.computed}, blocks {r.table.blocks}"
-            for r in step.preempted
-            if len(r.tokens) != had.get(r.id) or r.computed or r.in_flight or r.sent or r.table.blocks
-        ]
-        self.back.update({r.id: start for r, start, _ in step.rows if r in step.admitted})
-        if step.rows:
-            self._flights.append([(r, n) for r, _, n in step.rows])
-        self.decisions.append(
-            Decision(
-                [r.id for r in running],
-                [(r.id, start, n) for r, start, n in step.rows],
-                [r.id for r in step.admitted],
-                [r.id for r in step.preempted],
-                [r.id for r in (*self._inner.running, *self._inner.waiting)],
-                len(self._inner.running),
-                forgot,
-            )
-        )
-        return step
-
-    def apply(self, done: Sequence[tuple[Request, list[int]]]) -> list[Request]:
-        given = {r.id for r, _ in done}  # without those that were preempted or have ended since
-        for r, n in self._flights.popleft():
-            self.back[r.id] += n if r.id in given else 0
-        finished = self._inner.apply(done)
-        self._lab.expect(
-            isinstance(finished, list), "apply answers the list of requests that finished", f"it answered {finished!r}"
-        )
-        return finished
-
-    @property
-    def preemptions(self) -> list[int]:
-        return [id for d in self.decisions for id in d.preempted]
 
 
 @dataclass
@@ -141,14 +70,35 @@ class Ran:
     def steps(self) -> int:
         return len(self.seen.decisions)
 
+    def why(self, usable: int) -> tuple[str, str]:
+        """Why requests are left: what a person has to look for, and the numbers that say so. `usable`: blocks of the pool."""
+        held = {block for r in self.seen.running if r.table for block in r.table.blocks}
+        lost = usable - self.engine.cache.num_free - len(held)
+        if lost > 0:
+            return (
+                "blocks are not given back: at the end of a request, or the hits of one that could not enter",
+                f"blocks held by no running row: {lost} of {usable}",
+            )
+        if not self.seen.running:
+            return (
+                "the head of the queue asks for room past `max_total - 1` tokens, or for more than `split` can give it",
+                f"{len(self.seen.waiting)} wait, nobody runs, and all {usable} blocks are free",
+            )
+        late = sum(len(d.preempted) for d in self.seen.decisions[-100:])
+        if not late:
+            return (
+                "a row without room waits for somebody else to end, and nobody is preempted for it",
+                f"running {[r.id for r in self.seen.running]}, no preemption in the last 100 steps",
+            )
+        return "", f"{len(self.seen.preemptions)} preemptions, {late} of them in the last 100 steps"
+
 
 def watched(lab: Lab, usable: int, limits: dict[str, int], *, whole: bool = False, **given: Any) -> Ran:
     """An engine whose scheduler is the one under test, with `usable` blocks of 4 tokens unless the limits say otherwise."""
     made: list[Watched] = []
 
-    def build(cache: Any, limits: Limits, split: Any) -> Watched:
-        inner = lab.app.Scheduler(cache, limits) if whole else lab.app.Scheduler(cache, limits, split=split)
-        made.append(Watched(lab, inner))
+    def build(cache: Any, limits: Limits, split: Split) -> Watched:
+        made.append(Watched(lab, cache, limits, None if whole else split))
         return made[-1]
 
     engine = fake_engine(
@@ -192,30 +142,43 @@ def crossings(mix: Mix) -> list[int]:
 
 
 class Desk:
-    """The scheduler without an engine: a cache, limits, and steps that a check takes one at a time."""
+    """The scheduler without an engine: a cache, limits, and steps that a check takes one at a time. share: its `split`;
+    with `whole` it gets none."""
 
-    def __init__(self, lab: Lab, usable: int = 8, publish: bool = False, whole: bool = False, **limits: int):
+    def __init__(
+        self, lab: Lab, usable: int = 8, publish: bool = False, whole: bool = False, share: Split = split, **limits: int
+    ):
         self.cache = prefix_cache.PrefixCache(BlockAllocator(usable + 1, SIZE), publish)
         self.limits = limits_of(usable + 1, **{"rows": 4, "budget": 64, "window": 1000, "block_size": SIZE, **limits})
-        self.scheduler = Watched(lab, lab.app.Scheduler(self.cache, self.limits, *(() if whole else (split,))))
+        self.released: list[int] = []  # blocks, in the order in which they were given back
+        self._give_back = self.cache.release
+        vars(self.cache)["release"] = self._release
+        self.scheduler = Watched(lab, self.cache, self.limits, None if whole else share)
         self._ids = iter(range(1000))
 
-    def request(self, prompt: int, most: int) -> Request:
+    def _release(self, ids: Iterable[int]) -> None:
+        given = list(ids)
+        self._give_back(given)
+        self.released += given
+
+    def request(self, prompt: int, most: int, *, first: int | None = None, stop_ids: Iterable[int] = ()) -> Request:
+        """Its prompt counts up from `first`; without it, no other request begins like it."""
         id = next(self._ids)
-        made = request(id, [100 * id + i for i in range(prompt)], max_tokens=most)
+        first = 100 * (id + 1) if first is None else first
+        made = request(id, list(range(first, first + prompt)), max_tokens=most, stop_ids=stop_ids)
         made.table = BlockTable(SIZE)
         made.hashes = prefix_cache.chain(made.tokens, SIZE)
         return made
 
-    def add(self, prompt: int, most: int) -> Request:
-        made = self.request(prompt, most)
+    def add(self, prompt: int, most: int, *, first: int | None = None, stop_ids: Iterable[int] = ()) -> Request:
+        made = self.request(prompt, most, first=first, stop_ids=stop_ids)
         self.scheduler.add(made)
         return made
 
-    def apply(self, step: Schedule) -> list[Request]:
-        """The step's results: every row that samples gets the token 7."""
+    def apply(self, step: Schedule, token: int = 7) -> list[Request]:
+        """The step's results: every row that samples gets this token."""
         live: Iterable[tuple[Request, int, int]] = [row for row in step.rows if row[0] in self.scheduler.running]
-        return self.scheduler.apply([(r, [7] if start + n >= len(r.tokens) else []) for r, start, n in live])
+        return self.scheduler.apply([(r, [token] if start + n >= len(r.tokens) else []) for r, start, n in live])
 
     def step(self) -> Schedule:
         step = self.scheduler.schedule()
