@@ -1,6 +1,6 @@
 """`./vc ledger`: one workload through every stage, and what each of them gained.
 
-    ./vc ledger                  the table; the figures are kept for the guides
+    ./vc ledger                  the table, in a minute or two; the figures are kept for the guides
     ./vc ledger --svg FILE       a drawing as well
     ./vc ledger --reference      with none of your files
     ./vc ledger --quick          a small model and a small workload, in seconds; nothing is kept
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -58,7 +59,10 @@ def main(arguments: list[str]) -> int:
     if given.threads is not None and given.threads < 1:
         raise Problem(f"--threads must be at least 1, got {given.threads}")
     screen = Screen()
-    found = document({} if given.reference else banked_files(), given.quick, given.threads, None if given.json else screen)
+    threads = given.threads or (1 if given.quick else None)  # the small model is too small to share out
+    if threads != 1:
+        warn_of_neighbours()
+    found = document({} if given.reference else banked_files(), given.quick, threads, None if given.json else screen)
     if given.json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     else:
@@ -73,6 +77,15 @@ def main(arguments: list[str]) -> int:
 
             put(ROOT / "benchmarks" / "results" / f"ledger-{host_class()}.json", text)
     return 0
+
+
+def warn_of_neighbours() -> None:
+    """Threads that wait for each other on a busy machine make times that mean nothing."""
+    from cutaway.core.machine import cores
+
+    load = os.getloadavg()[0]
+    if load > 0.8 * cores():
+        warn(f"the machine is busy (load {load:.1f} on {cores()} cores): let it rest, or --threads 1, whose times are CPU time")
 
 
 def document(
@@ -138,6 +151,7 @@ def line(row: dict[str, Any], screen: Screen, first: bool) -> None:
     )  # fmt: skip
     padded = [screen.pad(cell, width, right=True) for cell, (_, width) in zip(cells, COLUMNS, strict=True)]
     screen.say(screen.pad(name, NAME + 2) + screen.bold(padded[0]) + "".join(padded[1:]))
+    sys.stdout.flush()  # into a pipe as well: the next row may take half a minute
 
 
 def notes(found: dict[str, Any], screen: Screen) -> None:
@@ -146,6 +160,8 @@ def notes(found: dict[str, Any], screen: Screen) -> None:
     screen.say()
     screen.say(screen.pad("    in all", NAME + 12) + screen.bold(screen.pad(shown(found["product"], "x"), 8, right=True)))
     screen.say()
+    if found["model"] == "ladder":
+        screen.paragraph("The small model lies in the processor's cache, so these factors are none to learn from.")
     before, after = rows["prefix"], rows["chunked"]
     if after["factor"] < 1.05:
         told = f"Chunked prefill is not there for throughput ({shown(after['factor'], 'x')}). Its column is the worst gap: "
@@ -154,7 +170,8 @@ def notes(found: dict[str, Any], screen: Screen) -> None:
     told = [f"{r['slots_held']:,} KV slots held and {r['slots_written']:,} written with {r['name']}" for r in held]
     screen.paragraph(f"On average {told[0]}, {told[1]}.")
     if differ := max(r["differ"] for r in found["rows"]):
-        screen.paragraph(f"Up to {differ} ids differ from the first row's: near-ties, which each batch shape decides.")
+        near = "in bf16 another shape of batch can take the other of two close logits, and what follows it is then another text"
+        screen.paragraph(f"Up to {differ} ids differ from the first row's: {near}.")
     own = sorted({id for r in found["rows"] for id in r["yours"]})
     screen.paragraph(
         f"Yours: {', '.join(own)}. The rest is the reference." if own else "None of your files ran: all is the reference."

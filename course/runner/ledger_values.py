@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ PLACE = re.compile(r"\{\{ *(\w+)\.(\w+) *(?::([^{}]*))?\}\}")
 
 
 def own_path() -> Path:
-    return Path(os.environ.get("CUTAWAY_HOME") or Path.home() / ".cache" / "cutaway") / "ledger.json"
+    """Beside the progress, since it is measured with this checkout's banked files."""
+    return ROOT / ".ledger.json"
 
 
 def _read(path: Path) -> tuple[Rows, str, str] | None:

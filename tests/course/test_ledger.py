@@ -31,7 +31,7 @@ FIELDS = {
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
-    monkeypatch.setenv("CUTAWAY_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(ledger_values, "ROOT", tmp_path)
     monkeypatch.setattr(ledger_workload, "of_random_ids", lambda _: TINY)
     monkeypatch.setattr(ledger, "banked_files", dict)
     yield

@@ -229,7 +229,7 @@ def test_the_guide_takes_its_numbers_from_the_last_ledger(checkout: Checkout) ->
     assert "  8 tokens." in shipped
     assert "Measured on a box, 2026-02-01; ./vc ledger measures this one." in shipped
     own = {"machine": "mine", "date": "2026-03-01", "rows": [{"id": "naive", "stage": "01", "tokens_per_second": 3}]}
-    (checkout.root.parent / "home" / "ledger.json").write_text(json.dumps(own))
+    (checkout.root / ".ledger.json").write_text(json.dumps(own))
     assert "  3 tokens." in checkout.vc("guide", "1").stdout
     assert "**" not in shipped
     assert re.search(r"^  sum of many, against one +more than 2.00x$", shipped, re.MULTILINE)
