@@ -26,7 +26,7 @@ def tiny_pool_finishes(lab: Lab) -> None:
     left = asked = 0
     slowest, stuck, why = 0.0, "", ""
     last = Mix([([*range(12)], 1), ([*range(11)], 2)], 3, {"rows": 4, "budget": 64, "chunk": 64, "block_size": SIZE})
-    for mix in (last, *mixes(1, 50)):  # last: as large as the pool, with one token to go
+    for mix in (last, *mixes(1, 40)):  # last: as large as the pool, with one token to go
         ran = play(lab, mix)
         left += ran.left
         asked += len(ran.requests)
@@ -79,12 +79,13 @@ def preemptions_bounded(lab: Lab) -> None:
 def keeps_tokens_recomputes_kv(lab: Lab) -> None:
     """positions computed again, six of 30 + 40"""
     wrong = preempted = lost = again = 0
-    for mix in mixes(3, 16):
+    for mix in mixes(3, 12):
         for depth in (0, 1):
             mix.depth, mix.prefix_cache = depth, False
             alone, tight = play(lab, mix, usable=200), play(lab, mix)
             forgot = [text for d in tight.seen.decisions for text in d.forgot]
             lab.expect(not forgot, "", forgot[0] if forgot else "")
+            lab.expect(not tight.left, *tight.why(mix.usable))
             preempted += len(set(tight.seen.preemptions))
             if depth == 0:
                 lost += tight.seen.lost
@@ -204,6 +205,7 @@ def refuses_what_never_fits(lab: Lab) -> None:
                         example = f"{prompt} + {most} tokens, {where}: taken is {taken}, expected {fits}"
                         missed = next((bound for bound, over in bounds.items() if over), "")
                         why = f"`add` does not ask {missed}" if taken and not fits else ""
+    lab.measure(wrong, probably=why, detail=example)
     desk = Desk(lab, usable=5)
     lab.raises(
         DoesNotFit, lambda: desk.add(20, 5), "the error names what was asked, what it needs and what there is", [20, 6, 5]
@@ -214,7 +216,6 @@ def refuses_what_never_fits(lab: Lab) -> None:
     for _ in range(20):
         desk.step()
     lab.equal(desk.cache.num_free, 5, "free blocks after two requests as large as the pool")
-    lab.measure(wrong, probably=why, detail=example)
 
 
 def _taken(lab: Lab, desk: Desk, prompt: int, most: int) -> bool:
@@ -234,7 +235,7 @@ def abort_frees_everything(lab: Lab) -> None:
     """blocks that an abort leaves behind"""
     kept = 0
     for usable, budget, depth in ((6, 64, 0), (6, 5, 0), (7, 64, 1), (6, 5, 1)):
-        for victim in range(5):
+        for victim in (0, 2, 3, 4):
             for after in (0, 2, 6):
                 kept += _abort(lab, usable, budget, depth, victim, after)
     desk = Desk(lab)
@@ -265,7 +266,7 @@ def _abort(lab: Lab, usable: int, budget: int, depth: int, victim: int, after: i
         "an aborted request is still queued",
     )
     kept = usable - ran.engine.cache.num_free - len(held)
-    run(ran.engine, [], most_steps=300)
+    ran.finish(usable, 300)
     run(room.engine, there, most_steps=300)
     same = all(a.tokens == b.tokens for a, b in zip(here, there, strict=True) if a is not gone)
     lab.expect(same, "an abort changes the ids of others: it took or freed what was not the request's own")
@@ -345,7 +346,7 @@ def swap_or_recompute(lab: Lab) -> None:
     """positions computed again under swap"""
     drills.believes_kept(lab)
     again = wrong = 0
-    for mix in mixes(11, 16):
+    for mix in mixes(11, 10):
         mix.prefix_cache = False
         for mix.depth in (0, 1):
             alone, swapped = play(lab, mix, usable=200), play(lab, mix, preemption="swap")
@@ -359,7 +360,7 @@ def swap_or_recompute(lab: Lab) -> None:
         return  # what follows needs a real model: the price of both, on this machine
     times: dict[str, list[float]] = {"recompute": [], "swap": []}
     repeated = dict.fromkeys(times, 0)
-    for preemption in ("recompute", "swap", "swap", "recompute"):
+    for preemption in ("swap", "recompute", "swap"):  # the first run of all loads what the others find
         seconds, computed = _priced(lab, preemption)
         times[preemption].append(seconds)
         repeated[preemption] = computed - sum(prompt + most - 1 for prompt, most in CROWD)

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from course.given.rig import Preemption, fake_engine, limits_of, request, run
-from course.runner.checking import Lab
+from course.runner.checking import Failed, Lab
 from course.stages.s10_scheduler.recorder import Split, Watched
 
 from cutaway.core import prefix_cache
 from cutaway.core.blocks import BlockAllocator, BlockTable
 from cutaway.core.chunked import split
 from cutaway.core.plan import Limits, Schedule
-from cutaway.core.request import Request
+from cutaway.core.request import DoesNotFit, Request
 from cutaway.engine.engine import Engine
 
+NOT_REFUSED = "`add` refuses what fits into the empty pool: the last token is emitted, never computed, and needs no place"
 SIZE = 4  # tokens a block: short requests then cross into new blocks often
 
 
@@ -69,6 +70,16 @@ class Ran:
     @property
     def steps(self) -> int:
         return len(self.seen.decisions)
+
+    def finish(self, usable: int, most_steps: int) -> None:
+        """Runs to the end whatever is queued."""
+        try:
+            run(self.engine, [], most_steps=most_steps)
+        except RuntimeError as error:
+            if "left" not in str(error):
+                raise
+            why, numbers = self.why(usable)
+            raise Failed(why or str(error), numbers) from error
 
     def why(self, usable: int) -> tuple[str, str]:
         """Why requests are left: what a person has to look for, and the numbers that say so. `usable`: blocks of the pool."""
@@ -123,6 +134,9 @@ def play(lab: Lab, mix: Mix, *, usable: int = 0, most_steps: int = 0, preemption
 
     try:
         run(ran.engine, ran.requests, most_steps=most_steps or 4 * mix.one_by_one(), each=each)
+    except DoesNotFit as error:  # all of them fit
+        why = NOT_REFUSED if ran.seen.asked_split else "`add` does not ask the `split` that it was given"
+        raise Failed(why, str(error)) from error
     except RuntimeError as error:
         if "left" not in str(error):
             raise

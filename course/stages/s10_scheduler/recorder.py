@@ -57,6 +57,11 @@ class Watched:
         self._questions += 1
         return self._given(pending, budget, chunk)
 
+    @property
+    def asked_split(self) -> bool:
+        """Whether the `split` that was given was put a question, since the last step began."""
+        return self._given is None or self._questions > 0
+
     def schedule(self) -> Schedule:
         running = list(self._inner.running)
         before = {r.id: Before(len(r.tokens), r.in_flight, r.computed) for r in running}
@@ -98,9 +103,15 @@ class Watched:
         for r in self._inner.running:
             expect(r.in_flight >= 0, "`in_flight` goes down by the number of new tokens: a slice of a prompt brings none",
                    f"request {r.id}: in_flight is {r.in_flight}")  # fmt: skip
+            expect(len(r.tokens) < r.max_total, "the token that makes `max_total` ends the answer: LENGTH",
+                   f"request {r.id} has all of its {r.max_total} tokens, and runs")  # fmt: skip
             if r.id in sent:
                 expect(list(r.sent) == sent[r.id][1:], "results come for the oldest step: `sent` is taken from its oldest end",
                        f"request {r.id}: sent was {sent[r.id]}, and is {list(r.sent)}")  # fmt: skip
+        for r in finished:
+            expect(not r.table.blocks and r not in self._inner.running,
+                   "a request that finished leaves `running` and gives its blocks back",
+                   f"request {r.id} holds {len(r.table.blocks)} blocks")  # fmt: skip
         return finished
 
     @property
@@ -135,9 +146,9 @@ class Watched:
         most = max(len(rows), runs)
         expect(most <= limits.rows, "`limits.rows` bounds how many run at once",
                f"{now} has {most} rows, of {limits.rows} allowed")  # fmt: skip
-        expect(not rows or self._given is None or self._questions,
+        expect(not rows or self.asked_split,
                "the `split` that was given is not asked: it alone decides how many tokens a row computes",
-               f"{now} has {len(rows)} rows, and no question was put to it")  # fmt: skip
+               f"{now}: tokens for {len(rows)} of the requests, and no question put to it")  # fmt: skip
 
     def _judge_requests(self, step: Schedule, before: dict[int, Before]) -> None:
         """What the requests of a step, and those that wait, say of themselves after it."""
@@ -150,10 +161,16 @@ class Watched:
             expect(not r.table.missing(r.computed), "the table is extended before the row is in the step",
                    f"{now}: request {r.id} has {len(r.table.blocks)} blocks for {r.computed} tokens")  # fmt: skip
             known = was.tokens + was.in_flight
+            expect(r.computed <= known, "a row gets more tokens than it has pending: the answers of `split` are for other rows",
+                   f"{now}: {told((r, start, n))}, which knows {known} tokens")  # fmt: skip
             expect(r.in_flight <= was.in_flight or r.computed >= known,
                    "`in_flight` goes up where the row computes the last token that it knows: it does not sample before",
                    f"{now}: request {r.id} has computed {r.computed} of {known} tokens, and in_flight is {r.in_flight}",
                    )  # fmt: skip
+        for r in self._inner.waiting:
+            expect(r in step.preempted or not (r.table.blocks or r.computed),
+                   "who waits holds nothing: what `lookup` gave for a vain attempt is released, `computed` is 0",
+                   f"{now}: request {r.id} waits with {len(r.table.blocks)} blocks, computed {r.computed}")  # fmt: skip
         for r in (*self._inner.running, *self._inner.waiting):
             sent = f"{len(r.sent)} of its steps are in `sent`" if r.sent else "nothing is sent"
             expect(r.in_flight <= len(r.sent), "whatever goes into `in_flight` and `sent` leaves both: with `apply`, or as the "

@@ -47,7 +47,7 @@ def ends(engine: Engine, requests: list[Request], most_steps: int, each: Callabl
     try:
         run(engine, requests, most_steps=most_steps, each=each)
     except Exception as error:  # the engine's, which says nothing to who wrote `split`
-        if why := mistake(chunked.split):  # type: ignore[attr-defined]
+        if why := mistake(chunked.split):
             raise Failed(why, f"the engine says: {error}") from error
         raise
 

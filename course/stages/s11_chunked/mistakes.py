@@ -19,8 +19,8 @@ class Probe:
     meaning: tuple[tuple[Callable[[list[int]], bool], str], ...]
 
 
-NEGATIVE = (lambda got: min(got) < 0, "a grant is negative: once the budget is used up, a row gets 0")  # type: ignore[reportUnknownLambdaType]
-PAST = (lambda got: sum(got) > 2, "decodes are served past the budget, which may be less than their number")  # type: ignore[reportUnknownLambdaType]
+NEGATIVE = (lambda got: min(got) < 0, "a grant is negative: once the budget is used up, a row gets 0")
+PAST = (lambda got: sum(got) > 2, "decodes are served past the budget, which may be less than their number")
 PROBES = (
     Probe((3,), 10, 8, [3], (
         (lambda got: got[0] > 3, "a row gets a whole chunk where it has less pending: take the least of the three"),
