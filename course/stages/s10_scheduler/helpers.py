@@ -20,6 +20,7 @@ from cutaway.core.request import DoesNotFit, Request
 from cutaway.engine.engine import Engine
 
 NOT_REFUSED = "`add` refuses what fits into the empty pool: the last token is emitted, never computed, and needs no place"
+TURNS = "two requests take turns at preempting each other: one has to be older than all and stay"
 SIZE = 4  # tokens a block: short requests then cross into new blocks often
 
 
@@ -101,7 +102,12 @@ class Ran:
                 "a row without room waits for somebody else to end, and nobody is preempted for it",
                 f"running {[r.id for r in self.seen.running]}, no preemption in the last 100 steps",
             )
-        return "", f"{len(self.seen.preemptions)} preemptions, {late} of them in the last 100 steps"
+        if not self.seen.decisions[-1].rows:
+            return (
+                "a step has no rows, and no result is on its way: of those who run, somebody has to come on",
+                f"running {[r.id for r in self.seen.running]}, waiting {[r.id for r in self.seen.waiting]}",
+            )
+        return TURNS, f"{len(self.seen.preemptions)} preemptions, {late} of them in the last 100 steps"
 
 
 def watched(lab: Lab, usable: int, limits: dict[str, int], *, whole: bool = False, **given: Any) -> Ran:
@@ -135,7 +141,10 @@ def play(lab: Lab, mix: Mix, *, usable: int = 0, most_steps: int = 0, preemption
     try:
         run(ran.engine, ran.requests, most_steps=most_steps or 4 * mix.one_by_one(), each=each)
     except DoesNotFit as error:  # all of them fit
-        why = NOT_REFUSED if ran.seen.asked_split else "`add` does not ask the `split` that it was given"
+        queued = {r.id for r in ran.seen.waiting}
+        longest = next(r.max_total for r in ran.requests if r.id not in queued) - 1
+        sliced = longest > mix.limits["budget"] and longest < (usable or mix.usable) * SIZE  # so it cannot be the last token
+        why = "`add` does not ask the `split` that it was given" if sliced and not ran.seen.asked_split else NOT_REFUSED
         raise Failed(why, str(error)) from error
     except RuntimeError as error:
         if "left" not in str(error):
