@@ -52,7 +52,7 @@ class Runtime:
 
     def cd(self, folder: str) -> None:
         self.folder = (self.folder / folder).resolve()
-        assert self.folder.is_dir(), f"cannot cd to {folder}"
+        os.chdir(self.folder)
 
     def run(self, cell: str) -> str:
         """What the cell printed."""
@@ -125,6 +125,9 @@ def test_from_a_fork_to_a_banked_stage_and_on_in_a_fresh_runtime(tmp_path: Path,
     first = runtime(tmp_path / "first", fork)
     first.run(titled(1))
     assert (first.folder / "vc").is_file()
+    clone = first.folder
+    first.run(titled(1))
+    assert first.folder == clone, "the same cell again makes no clone within the clone"
     thin_environment(first.folder)
     assert "smollm2-135m-instruct" in first.run(titled(2))
     assert "ladder 0 of" in first.run(titled(3))
@@ -149,6 +152,26 @@ def test_from_a_fork_to_a_banked_stage_and_on_in_a_fresh_runtime(tmp_path: Path,
     )
     assert log.stdout.startswith("Ada ada@example.com")
     assert "Cutaway-Stage: 01 torch" in log.stdout
+
+
+@pytest.mark.slow
+def test_a_token_is_told_to_github_alone(tmp_path: Path, fork: Path) -> None:
+    """git asks the helper for what an address wants; a stand-in for git says what it was given to ask with."""
+    machine = runtime(tmp_path / "machine", fork)
+    machine.run(titled(1))
+    stand_in = tmp_path / "bin" / "git"
+    stand_in.parent.mkdir()
+    stand_in.write_text(
+        '#!/bin/sh\nif [ "$1" = remote ]; then echo "$ORIGIN"; exit; fi\n'
+        'echo "asks with [${GIT_ASKPASS:+$("$GIT_ASKPASS" Password)}] [$GITHUB_TOKEN] [$GIT_TRACE_CURL]"\n'
+    )
+    stand_in.chmod(0o700)
+    machine.environment |= {"PATH": f"{stand_in.parent}:{machine.environment['PATH']}", "GIT_TRACE_CURL": "1"}
+    machine.environment["ORIGIN"] = "https://github.com/ada/cutaway"
+    assert "asks with [***] [] []" in machine.run(titled(8))
+    for other in ("http://github.com/ada/cutaway", "https://github.com.example.org/ada/cutaway", str(fork)):
+        machine.environment["ORIGIN"] = other
+        assert "asks with [] [] []" in machine.run(titled(8))
 
 
 @pytest.mark.slow
