@@ -78,12 +78,14 @@ def paged_attention(
     context, and attend. A loop over rows is all right here. Be right first: stage 08 is about being fast.
 
     Traps, all of which give finite numbers of the right shape:
-    - A context of 32 has two blocks of 16, one of 33 has three. `// 16 + 1` reads a block that is not the row's.
+    - A context of 32 has two blocks of 16, one of 33 has three. `// 16 + 1` reads a block that is not the
+      row's, which is harmless only if you cut at the context afterwards.
     - Cut what lies past the context *off*. A mask gives it weight 0, and 0 times the NaN that the last owner left is NaN.
     - A chunk's mask is not the lower triangle from the first key on: its queries begin at c - n.
     - `k.repeat(group, 1, 1)` puts key heads in turn (0 1 0 1). They go side by side (0 0 1 1): repeat_interleave.
     - Gathering the whole width of the table, or touching the whole pool, is right, and its cost grows with what *others*
       hold. The work follows the row's own context.
+    - `out = q` writes the answer into the queries, which the caller may still need.
     - 1 / sqrt(dim) is not always the scale.
     """
     raise NotImplementedError

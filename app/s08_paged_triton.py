@@ -85,7 +85,9 @@ def paged_decode(
     - dim 80 takes 128 lanes, of which 48 must neither read nor write.
     - The rows that pad a group to 16 must not be stored: they are other heads' places.
     - A program for each query head is right, and reads every key as often as heads share it.
-    - block * stride is more than 32 bits hold in a large pool: make the block's id int64 first.
+    - block * stride is more than 32 bits hold in a large pool: make the block's id int64 first. No
+      check can see this one: it takes a pool of gigabytes.
+    - What a loop carries keeps its dtype and shape: a GPU insists on it, the interpreter does not. Begin o in fp32.
     - Sums in fp16 are wrong from about a thousand keys on.
 
     On a GPU the gates are three times the speed of stage 07 and half of the rate at which the card was just measured to read

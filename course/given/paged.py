@@ -67,7 +67,9 @@ class Paged:
 
     def answer(self, lab: Lab, call: Callable[[], Any]) -> Tensor:
         """What `call` answers, for sure a tensor of the right shape and dtype."""
+        before = self.q._version
         got = call()
+        lab.expect(self.q._version == before, "the answer is written into q: make a tensor of its own for it")
         shape, dtype = list(self.q.shape), self.q.dtype
         told = f"{list(got.shape)} {got.dtype}" if isinstance(got, Tensor) else type(got).__name__
         fits = isinstance(got, Tensor) and list(got.shape) == shape and got.dtype == dtype
@@ -147,6 +149,23 @@ class BytesMade(TorchDispatchMode):
             if storage.data_ptr() not in known:
                 self.total += storage.nbytes()
         return out
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the numbers that Python takes out of tensors while it is on (`.item()`, `int(…)`, `if …`): each waits for a GPU.
+    On a CPU `.tolist()` and `.numpy()` go unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as above
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def _storages(thing: Any) -> list[torch.UntypedStorage]:

@@ -23,6 +23,7 @@ import linecache
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from types import ModuleType
@@ -77,6 +78,8 @@ def under_fault(path: Path, name: str, fault: Fault) -> ModuleType:
 
 def where(error: BaseException, path: Path) -> str:
     """The deepest line of the file under test that `error` passed through."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__  # Triton's wraps what went wrong inside a kernel
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename) == path:
             return f"{path.relative_to(ROOT)}:{frame.lineno}"
@@ -180,6 +183,8 @@ def run_checks(stage: Stage, track: Track, origin: str, checks: list[Check], fau
     on = device()
     if on == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it once, when the module under test imports it
+        # NumPy warns of the NaN and inf that a kernel works on: what a GPU does silently
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     path = stage.file(track) if origin == "app" else answer_path(stage, track)
     try:
         module = under_test(stage, track, origin, fault)
