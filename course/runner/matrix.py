@@ -65,7 +65,7 @@ def write(proofs: list[Proof], track: Track, gpu: bool, folder: Path = RESULTS) 
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"ladder-{here['name']}.json"
-    whole = {"command": "./vc verify --full", "machine": here, "date": date, "track": track, "stages": stages}
+    whole = {"command": "vc verify --full", "machine": here, "date": date, "track": track, "stages": stages}
     path.write_text(json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     readable = path.with_suffix(".md")
     readable.write_text("\n".join(_readable(proofs, here, date)) + "\n", encoding="utf-8")
