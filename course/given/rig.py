@@ -19,6 +19,7 @@ from cutaway.engine.parts import PARTS, Parts
 
 BLOCK_SIZE = 16
 Preemption = Literal["recompute", "swap"]
+Switch = bool | ModuleType
 
 
 def parts_with(**modules: ModuleType | Any) -> Parts:
@@ -36,15 +37,24 @@ def limits_of(num_blocks: int, **given: int) -> Limits:
     return Limits(**({"window": (num_blocks - 1) * size, "chunk": budget, "block_size": size} | given))
 
 
-def fake_engine(*, num_blocks: int = 65, depth: int = 0, prefix_cache: bool = True, limits: dict[str, int] | None = None,
+def _switch(prefix_cache: Switch, modules: dict[str, Any]) -> bool:
+    """Whether blocks are published. The switch has the part's name: a module in its place plays the part, switched on."""
+    if isinstance(prefix_cache, bool):
+        return prefix_cache
+    modules["prefix_cache"] = prefix_cache
+    return True
+
+
+def fake_engine(*, num_blocks: int = 65, depth: int = 0, prefix_cache: Switch = True, limits: dict[str, int] | None = None,
                 preemption: Preemption = "recompute", **modules: ModuleType | Any) -> Engine:  # fmt: skip
     """An engine on `FakeBackend`, whose answers change if a single block is wrong. modules: parts in place of the engine's."""
     bounds = limits_of(num_blocks, **(limits or {}))
+    prefix_cache = _switch(prefix_cache, modules)
     backend = FakeBackend(num_blocks, bounds.block_size, vocabulary=1000, delay=depth)
     return Engine(backend, parts_with(**modules), bounds, prefix_cache=prefix_cache, depth=depth, preemption=preemption)
 
 
-def ladder_engine(*, num_blocks: int = 65, prefix_cache: bool = True, limits: dict[str, int] | None = None, model: Any = None,
+def ladder_engine(*, num_blocks: int = 65, prefix_cache: Switch = True, limits: dict[str, int] | None = None, model: Any = None,
                   preemption: Preemption = "recompute", **modules: ModuleType | Any) -> Engine:  # fmt: skip
     """An engine on the torch backend with a model of `course.given.torch_model` (default: the ladder model)."""
     import torch
@@ -55,6 +65,7 @@ def ladder_engine(*, num_blocks: int = 65, prefix_cache: bool = True, limits: di
 
     model = model or load()
     bounds = limits_of(num_blocks, **(limits or {}))
+    prefix_cache = _switch(prefix_cache, modules)
     parts = parts_with(**modules)
     attention = parts.get("attention")
     with torch.inference_mode():

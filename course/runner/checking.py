@@ -127,7 +127,7 @@ class Lab:
         raise NotMeasured(reason)
 
     def ratio(self, slow: Callable[[], object], fast: Callable[[], object], *, name: str = "", gate: str | None = None,
-              unit: str | None = None, detail: str = "", probably: str = "", rounds: int = 7) -> float:  # fmt: skip
+              unit: str | None = None, detail: str = "", probably: str = "", rounds: int = 8) -> float:  # fmt: skip
         """How many times as long `slow` takes as `fast`, by the protocol of `timing.ratio`, against the gate; the number is
         the median. Raises NotMeasured (busy) where its interval straddles the gate. Answers the ratio."""
         from course.runner import timing
@@ -136,7 +136,8 @@ class Lab:
         unit = "x" if unit is None else unit
         found = timing.ratio(slow, fast, lambda low, high: passes(gate, low) == passes(gate, high), self.device, rounds)
         if passes(gate, found.low) != passes(gate, found.high):
-            reason = f"machine busy: {found.low:.2f} to {found.high:.2f} x straddles the gate {gate}"
+            between = f"{found.low:.2f} to {found.high:.2f} x" if found.low else f"{found.rounds} pairs in the time there was"
+            reason = f"machine busy: {between} does not decide on the gate {gate}"
             self.measures.append(Measure(name or self.check.claim, found.median, unit, "", None))
             raise NotMeasured(reason, busy=True)
         self.measure(found.median, name=name, gate=gate, unit=unit, detail=detail or found.told, probably=probably)

@@ -58,6 +58,10 @@ def main(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     if given.threads is not None and given.threads < 1:
         raise Problem(f"--threads must be at least 1, got {given.threads}")
+    if given.threads is not None and given.threads > (most := os.cpu_count() or 1):
+        raise Problem(f"--threads {given.threads}: this machine has {most} cores")
+    if given.svg and not given.svg.absolute().parent.is_dir():
+        raise Problem(f"--svg {given.svg}: there is no folder {given.svg.absolute().parent}")
     screen = Screen()
     threads = given.threads or (1 if given.quick else None)  # the small model is too small to share out
     if threads != 1:

@@ -170,7 +170,9 @@ def _engine(model: Watched, work: Workload, parts: dict[str, ModuleType], *, pre
     run = Run()
     limits = {"rows": len(work.prompts), "budget": budget, "window": work.window}
     modules: dict[str, Any] = dict(parts)
-    engine = ladder_engine(num_blocks=work.memory // BLOCK + 1, prefix_cache=prefix, limits=limits, model=model, **modules)
+    own = modules.pop("prefix_cache", None)
+    cache = own if prefix and own is not None else prefix
+    engine = ladder_engine(num_blocks=work.memory // BLOCK + 1, prefix_cache=cache, limits=limits, model=model, **modules)
     backend = engine._backend  # pyright: ignore[reportPrivateUsage]  # where every pass of a step goes by
     submit = backend.submit
 

@@ -90,12 +90,17 @@ def commit(subject: str, value: str) -> tuple[str, bool]:
 
 
 def _commit(message: str) -> subprocess.CompletedProcess[str]:
-    new = git("add", "--intent-to-add", "--", "app")  # files that git has not seen yet belong to the commit as well
-    if new.returncode:
-        return new
+    unseen = git("ls-files", "--others", "--exclude-standard", "-z", "--", "app").stdout.split("\0")[:-1]
+    if unseen:  # files that git has not seen yet belong to the commit as well
+        new = git("add", "--intent-to-add", "--", *unseen)
+        if new.returncode:
+            return new
     paths = ("--", "app") if git("ls-files", "--", "app").stdout else ()
     # useConfigOnly: where nobody has said who they are, git would make up a name and an address
-    return git("-c", "user.useConfigOnly=true", "commit", "--allow-empty", "--only", "--file", "-", *paths, text=message)
+    done = git("-c", "user.useConfigOnly=true", "commit", "--allow-empty", "--only", "--file", "-", *paths, text=message)
+    if done.returncode and unseen:
+        git("rm", "--cached", "--quiet", "--force", "--", *unseen)  # the index as it was
+    return done
 
 
 def _why(said: str, folder: Path) -> str:
@@ -115,7 +120,8 @@ def _why(said: str, folder: Path) -> str:
         return f"git cannot write: {_last(lines, r'read-only|denied')}"
     hooks = [h for h in ("pre-commit", "prepare-commit-msg", "commit-msg") if _hook(h)]
     if hooks and not any(line.startswith("fatal:") for line in lines):
-        return f"a hook of yours refused the commit ({', '.join(hooks)}): {lines[-1] if lines else 'it says nothing'}"
+        words = lines[-1] if lines else "it says nothing; git commit -- app shows it at work"
+        return f"a hook of yours refused the commit ({', '.join(hooks)}): {words}"
     return f"git would not commit: {_last(lines, r'fatal|error')}"
 
 

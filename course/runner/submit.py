@@ -7,7 +7,7 @@ from course.runner.arguments import Parser, stage_here
 from course.runner.checking import Result
 from course.runner.declaration import Stage, Track, ladder
 from course.runner.problems import Refused
-from course.runner.progress import Progress, changing, load
+from course.runner.progress import Progress, changing, load, sha256
 from course.runner.report import Run, show
 from course.runner.terminal import Screen
 from course.runner.testing import counting, keep, must_have_file, run_checks
@@ -58,12 +58,15 @@ def submit(arguments: list[str]) -> int:
     stage = stage_here(given.stage, track, progress)
     must_have_file(stage, track)
     screen = Screen()
+    checked = sha256(stage.file(track))
     run = run_checks(stage, track, "app", [c.name for c in stage.claims(track)], counting(screen))
     predicted = keep(run, True)
     show(screen, run)
     if predicted:
         screen.say(predicted)
     outcome, why = verdict(run)
+    if sha256(stage.file(track)) != checked:
+        outcome, why = "refused", f"app/{stage.file(track).name} changed while it was checked"
     if outcome == "refused":
         screen.say()
         screen.paragraph(f"Not banked: {why}.", "")

@@ -2,8 +2,9 @@
 
 Both sides run in this process, interleaved A B B A, and each pair gives one ratio. On a CPU a side's time is the CPU time of
 this process, with one thread, so that a neighbour who takes the core costs nothing; on a GPU it is wall time up to a
-synchronize. The answer is the median ratio and an interval that holds it with 95% by the order of the ratios alone (a sign
-test): no assumption on how noise is distributed.
+synchronize. The answer is the median ratio and an interval by the order of the ratios alone (a sign test): no
+assumption on how noise is distributed but that pairs do not depend on each other. A verdict is looked for at three numbers of
+pairs, with the error shared out among the looks, so that at most one run in twenty calls a gate wrongly that is the true ratio.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median
 
-MOST = 5  # times as many rounds, at most, before the interval is given as it is
+LOOKS = (1, 2, 4)  # times `rounds` ratios, at which it may be decided
+TAIL = 0.025 / len(LOOKS)  # of the error that each look may make on a side: together, 2.5%
+PATIENCE = 12.0  # seconds of sampling; three tries of it fit into what a check may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +63,12 @@ def seconds(call: Callable[[], object], device: str = "cpu", least: float = 0.00
         count = max(2 * count, int(1.2 * count * least / max(taken, 1e-9))) if taken > 0 else 8 * count
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """The widest-tailed pair of order statistics that holds the median with at least 95%; of few ratios, their range."""
+def interval(ratios: list[float], tail_most: float = TAIL) -> tuple[float, float]:
+    """The closest pair of order statistics beyond which the median lies with at most `tail_most` a side; of few ratios, their
+    range."""
     n, ordered = len(ratios), sorted(ratios)
     tail, k = 0.0, 0
-    while k < n // 2 and tail + comb(n, k) / 2**n <= 0.025:
+    while k < n // 2 and tail + comb(n, k) / 2**n <= tail_most:
         tail += comb(n, k) / 2**n
         k += 1
     cut = max(k - 1, 0)
@@ -72,21 +76,28 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def ratio(first: Callable[[], object], second: Callable[[], object], decided: Callable[[float, float], bool],
-          device: str = "cpu", rounds: int = 7) -> Ratio:  # fmt: skip
-    """first's time over second's. Goes on past `rounds` pairs, up to MOST times as many, until `decided(low, high)`."""
+          device: str = "cpu", rounds: int = 8) -> Ratio:  # fmt: skip
+    """first's time over second's. Looks at `rounds` ratios, at twice and at four times as many, until `decided(low, high)`; or
+    until PATIENCE seconds have gone by, which leaves it undecided."""
     first()
     second()  # what only a first call pays: allocations, compilation
     ratios: list[float] = []
     firsts: list[float] = []
     seconds_: list[float] = []
-    while True:
-        a = seconds(first, device)
-        b = seconds(second, device)
-        b2 = seconds(second, device)
-        a2 = seconds(first, device)
-        ratios += [a / b, a2 / b2]
-        firsts += [a, a2]
-        seconds_ += [b, b2]
+    low, high = 0.0, float("inf")  # too few to say
+    until = time.monotonic() + PATIENCE
+    for look in LOOKS:
+        while len(ratios) < look * rounds and (len(ratios) < 2 or time.monotonic() < until):
+            a = seconds(first, device)
+            b = seconds(second, device)
+            b2 = seconds(second, device)
+            a2 = seconds(first, device)
+            ratios += [a / b, a2 / b2]
+            firsts += [a, a2]
+            seconds_ += [b, b2]
+        if len(ratios) < rounds:
+            break
         low, high = interval(ratios)
-        if len(ratios) >= rounds and (decided(low, high) or len(ratios) >= MOST * rounds):
-            return Ratio(median(ratios), low, high, len(ratios), median(firsts), median(seconds_))
+        if decided(low, high):
+            break
+    return Ratio(median(ratios), low, high, len(ratios), median(firsts), median(seconds_))

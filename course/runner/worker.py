@@ -16,6 +16,7 @@ if __name__ == "__main__":  # as a script: the checkout is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # times are this process's CPU time: one thread makes them mean something
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -114,14 +115,15 @@ def lacking(check: Check, on: str) -> str:
     return ""
 
 
-def run_check(check: Check, stage_id: str, module: object, on: str, path: Path) -> Result:
-    """One check, asked again while the machine is too busy for a verdict."""
+def run_check(check: Check, stage_id: str, module: object, on: str, path: Path, begin: Callable[[Check], None]) -> Result:
+    """One check, asked again while the machine is too busy for a verdict; `begin` hears of each try."""
     began = time.perf_counter()
     result = Result(stage_id, check.name, check.claim, "passed")
     if reason := lacking(check, on):
         result.verdict, result.reason = "not measured", reason
         return result
     for attempt in range(TRIES):
+        begin(check)
         lab = Lab(stage_id, module, check, on)
         result.measures, result.busy = lab.measures, False
         try:
@@ -179,7 +181,7 @@ def run_stage(
 
 def run_checks(stage: Stage, track: Track, origin: str, checks: list[Check], fault: Fault | None,
                begin: Callable[[Check], None]) -> Iterator[Result]:  # fmt: skip
-    """Each check's result. `begin` hears of each before it runs."""
+    """Each check's result. `begin` hears of each before it runs, and before it is tried again."""
     on = device()
     if on == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it once, when the module under test imports it
@@ -201,8 +203,7 @@ def run_checks(stage: Stage, track: Track, origin: str, checks: list[Check], fau
                          traceback=traceback.format_exc())  # fmt: skip
         return
     for c in checks:
-        begin(c)
-        yield run_check(c, stage.id, module, on, path)
+        yield run_check(c, stage.id, module, on, path, begin)
 
 
 def leave_with_the_asker() -> None:
@@ -227,6 +228,8 @@ def serve() -> NoReturn:
 
     def say(**told: Any) -> None:
         line = json.dumps(told).encode() + b"\n"
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()  # what was printed so far is seen before what came of it
         try:
             while line:
                 line = line[os.write(out, line) :]

@@ -102,14 +102,14 @@ def test_json_has_what_guides_ask_for(
 
 
 def test_table_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert ledger.main(["--quick", "--reference", "--threads", "1", "--svg", str(tmp_path / "new" / "ledger.svg")]) == 0
+    assert ledger.main(["--quick", "--reference", "--threads", "1", "--svg", str(tmp_path / "ledger.svg")]) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= 78 for line in out.splitlines())
     assert "05  continuous batching" in out and "in all" in out and "None of your files ran" in out
-    root = xml.parse(tmp_path / "new" / "ledger.svg").getroot()
+    root = xml.parse(tmp_path / "ledger.svg").getroot()
     bars = [float(each.get("width", 0)) for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") == "bar"]
     assert len(bars) == 8 and min(bars) > 0 and max(bars) == 352
-    assert "prefers-color-scheme:dark" in (tmp_path / "new" / "ledger.svg").read_text()
+    assert "prefers-color-scheme:dark" in (tmp_path / "ledger.svg").read_text()
 
 
 def test_names_in_a_drawing_are_escaped(found: dict[str, Any]) -> None:
@@ -119,8 +119,10 @@ def test_names_in_a_drawing_are_escaped(found: dict[str, Any]) -> None:
 def test_a_learners_files_are_said(tmp_path: Path) -> None:
     mine, broken = tmp_path / "s05.py", tmp_path / "s07.py"
     mine.write_text((ledger_rows.answer_path({s.id: s for s in ledger_rows.ladder()[1]}["05"])).read_text())
+    cache = tmp_path / "s09.py"
+    cache.write_text((ledger_rows.answer_path({s.id: s for s in ledger_rows.ladder()[1]}["09"])).read_text())
     broken.write_text("def write_kv(*args):\n    pass\n\ndef paged_attention(*args, scale):\n    raise ValueError('not yet')\n")
-    told = ledger.document({"05": mine, "07": broken}, quick=True, threads=1)
+    told = ledger.document({"05": mine, "07": broken, "09": cache}, quick=True, threads=1)
     rows = {r["id"]: r for r in told["rows"]}
     assert (rows["continuous"]["source"], rows["continuous"]["yours"]) == ("yours", ["05"])
     for id in ("paged", "prefix", "chunked"):
@@ -128,11 +130,17 @@ def test_a_learners_files_are_said(tmp_path: Path) -> None:
         assert rows[id]["error"] == "ValueError: not yet, s07.py:5"
         assert rows[id]["differ"] == 0
     assert "error" not in rows["engine"] and "error" not in rows["continuous"]
+    told = ledger.document({"09": cache}, quick=True, threads=1)
+    assert {r["id"]: r["yours"] for r in told["rows"] if r["yours"]} == {id: ["09"] for id in ("prefix", "chunked")}
 
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(Problem, match="--threads must be at least 1"):
         ledger.main(["--threads", "0"])
+    with pytest.raises(Problem, match="this machine has"):
+        ledger.main(["--threads", "100000"])
+    with pytest.raises(Problem, match="there is no folder"):
+        ledger.main(["--quick", "--svg", str(tmp_path / "nowhere" / "ledger.svg")])
     (tmp_path / "file").write_text("")
     with pytest.raises(Problem, match="cannot be written"):
         ledger.put(tmp_path / "file" / "ledger.json", "{}")

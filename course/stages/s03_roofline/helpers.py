@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-LEAST, MOST = 3, 9  # samples before a verdict, and before giving up on one
+LEAST, MOST = 5, 11  # samples before a verdict, and before giving up on one
 
 
 def _linear(x: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
