@@ -47,6 +47,8 @@ class ContinuousEngine:
             self._run(old, [row.output[-1:] for row in old])
         finished = [row for row in self.running if row.finished]
         self.running = [row for row in self.running if not row.finished]
+        for row in finished:  # whoever holds the request does not hold its memory
+            row.keys, row.values = [], []
         return finished
 
     def _run(self, rows: list[Request], ids: list[list[int]]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import torch
 
 from course.given.rig import ladder_engine, request, run
 from course.given.torch_model import LADDER, Model
@@ -49,3 +51,14 @@ def first_difference(got: Sequence[int], want: Sequence[int]) -> str:
         if list(got[at : at + 1]) != list(want[at : at + 1]):
             return f"from id {at} on: yours {cut(list(got[at : at + 4]))}, expected {cut(list(want[at : at + 4]))}"
     return ""
+
+
+def tensor_bytes() -> int:
+    """Bytes of all memory that some live tensor looks into."""
+    gc.collect()
+    held: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())

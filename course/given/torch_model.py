@@ -62,7 +62,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
     q [batch, tokens, heads, dim]; k, v [batch, keys, kv_heads, dim]; query head h uses key head h // (heads // kv_heads).
     mask: bool [tokens, keys] or [batch, tokens, keys], True where a query may look; every query needs one such key, or its
-    output is NaN. None: every query looks at every key. Answers [batch, tokens, heads, dim].
+    output means nothing (NaN or 0, as the library likes). None: every query looks at every key.
+    Answers [batch, tokens, heads, dim].
     """
     grouped = q.shape[2] != k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
 from course.answers.s01_naive import naive_generate
-from course.given.oracle import answer_of, differing, first_difference, prompt_of
+from course.given.oracle import answer_of, differing, first_difference, prompt_of, tensor_bytes
 from course.given.torch_model import Model, load, of_shape
 from course.runner.checking import Lab, check
 
@@ -122,17 +120,6 @@ def gain_grows_with_the_prompt(lab: Lab) -> None:
             gate="",
             rounds=2,
         )
-
-
-def tensor_bytes() -> int:
-    """Bytes of all memory that some live tensor looks into."""
-    gc.collect()
-    held: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) is torch.Tensor and thing.layout == torch.strided:
-            storage = thing.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values())
 
 
 @check(gate="= 0", unit="ids", probably="keys of the call before are still there: a default argument, or a cache in the module")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from course.answers.s04_static_batch import static_batch_generate
-from course.given.oracle import differing, engine_answer, first_difference, prompt_of
+from course.given.oracle import differing, engine_answer, first_difference, prompt_of, tensor_bytes
 from course.given.torch_model import Model, load
 from course.runner.checking import Lab, check, cut
 
@@ -103,9 +103,13 @@ def budgets_are_the_rows_own(lab: Lab) -> None:
 def finished_leave_in_the_same_step(lab: Lab) -> None:
     """rows still there after their last id"""
     jobs = jobs_of((6, 9, 4, 7), (3, 10, 2, 1), 3)
-    engine, stayed, steps, told = engine_of(lab, load(), jobs, 2), 0, 0, ""
+    model = load()
+    before = tensor_bytes()
+    engine, stayed, steps, told = engine_of(lab, model, jobs, 2), 0, 0, ""
+    answered: list[object] = []  # held, as a server holds requests whose text it is still sending
     while engine.has_work:
         done = step(lab, engine, steps)
+        answered += done
         steps += 1
         ended = [r for r in [*engine.running, *done] if len(r.output) >= jobs[r.id][1]]
         late = [r.id for r in ended if r in engine.running or r not in done or not r.finished]
@@ -115,6 +119,8 @@ def finished_leave_in_the_same_step(lab: Lab) -> None:
     lab.measure(steps, name="steps for 16 ids in two places", gate="= 10", unit="steps", baseline=13,
                 probably="a free place is left empty for a step or more: fill it at the start of the next one",
                 detail="the long request takes 10 steps, the three short ones 6 beside it")  # fmt: skip
+    lab.measure(max(0, tensor_bytes() - before), name="bytes of K and V that finished requests hold", gate="= 0", unit="bytes",
+                probably="a finished request keeps its K and V for as long as somebody holds the request")  # fmt: skip
 
 
 @check(gate="= 2", unit="rows", probably="the place of a row that ends in this step is given away before the row has left")
@@ -129,6 +135,11 @@ def never_above_the_cap(lab: Lab) -> None:
         served = [r.id for r in [*engine.running, *done] if r.output]
         begun += [id for id in sorted(served) if id not in begun]
         widest = max(widest, len(engine.running), len(served), *(rows for rows, _ in model.counts.shapes))
+    short = engine_of(lab, load(), jobs_of((6, 4, 5), (1, 1, 1), 8), 1)
+    while short.has_work:
+        served = [*short.running, *step(lab, short, 0)]
+        lab.expect(len(served) <= 1, "a place that becomes free in this step is filled in the next one, not in this one",
+                   f"with one place and budgets of 1, {len(served)} requests got an id in one step")  # fmt: skip
     lab.equal(begun, [0, 1, 2, 3, 4], "requests by their first id", "waiting requests are not served in the order of arrival")
     lab.measure(widest, detail=f"over {steps} steps with 5 requests")
 
