@@ -46,6 +46,17 @@ def test_red_is_refused_and_says_what_to_do(checkout: Checkout) -> None:
     assert checkout.banked("02") is None
 
 
+def test_a_file_that_changes_while_it_is_checked_is_not_banked(checkout: Checkout) -> None:
+    checkout.repository()
+    later = "import pathlib\nfile = pathlib.Path(__file__)\nfile.write_text(file.read_text() + '# saved meanwhile')\n"
+    checkout.write("s01_sum", ANSWER + later)
+    done = checkout.vc("submit")
+    assert done.returncode == 1
+    assert "changed while it was checked" in done.stdout
+    assert commits(checkout) == 1
+    assert checkout.banked("01") is None
+
+
 def test_without_its_gpu_part_a_stage_is_provisional(checkout: Checkout) -> None:
     checkout.repository()
     checkout.write("s01_sum", ANSWER)
