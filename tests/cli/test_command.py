@@ -198,7 +198,7 @@ def test_a_banked_file_that_cannot_be_loaded_says_the_way_out(model: str, tmp_pa
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"{part}, line 1: cannot be the part scheduler (stage 10): SyntaxError" in done.stderr
     assert done.stderr.endswith("; --reference runs the engine's own\n")
-    assert "--reference" not in cutaway(*ask).stderr  # which only ./vc has
+    assert "--reference" not in cutaway(*ask, CUTAWAY_COMMAND="cutaway").stderr  # which only ./vc has
 
 
 def test_generate_with_a_seed_answers_the_same(model: str) -> None:
