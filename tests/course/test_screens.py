@@ -355,7 +355,9 @@ def test_no_module_but_the_standard_library_is_loaded_for_a_list() -> None:
         "roots = {m.partition('.')[0] for m in sys.modules} - set(sys.stdlib_module_names);"
         "print(sorted(r for r in roots if not r.startswith('_')))"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] in ("['course']", "['course', 'sitecustomize']")
 
 
