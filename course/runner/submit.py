@@ -121,6 +121,8 @@ def _commit(screen: Screen, stage: Stage, track: Track) -> None:
         if (entry := progress.banked(stage, track)) is not None:
             entry["commit"] = made
     screen.say(screen.dim(f"Committed {made[:9]}: {subject}" if new else f"Committed before, and unchanged: {made[:9]}"))
+    if repository.git("symbolic-ref", "--quiet", "HEAD").returncode:
+        screen.paragraph("HEAD is detached, so no branch holds that commit: git switch -c NAME gives it one.", "")
 
 
 # --- resume -------------------------------------------------------------------------------------------------------------

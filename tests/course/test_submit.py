@@ -168,8 +168,10 @@ def test_a_repository_without_commits_gets_its_first(checkout: Checkout) -> None
 def test_a_detached_head_gets_a_commit_too(checkout: Checkout) -> None:
     ready(checkout)
     checkout.git("checkout", "-q", "--detach")
-    assert checkout.vc("submit", "2").returncode == 0
+    done = checkout.vc("submit", "2")
+    assert done.returncode == 0
     assert trailer(checkout) == "02 torch"
+    assert "no branch holds that commit" in done.stdout
 
 
 def test_the_person_s_own_hooks_run(checkout: Checkout) -> None:
