@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from course.runner.arguments import Parser
-from course.runner.environment import ensure, has_gpu
+from course.runner.environment import ensure, has_gpu, processor
 from course.runner.problems import Problem
 from course.runner.terminal import Screen, ago
 
@@ -45,10 +45,8 @@ def device() -> str:
             if found := re.search(r"^Model:\s*(.+)$", told.read_text(), re.MULTILINE):
                 return found[1].strip()
         return "GPU"
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{found[1].strip() if found else platform.processor() or platform.machine()}, {cores} cores"
+    name, cores = processor()
+    return f"{name}, {cores} cores"
 
 
 def _kept() -> dict[str, Any]:

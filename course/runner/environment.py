@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,6 +20,15 @@ INSIDE = "CUTAWAY_SET_UP"  # set in the environment of what `become` started
 def has_gpu() -> bool:
     """Whether a GPU of NVIDIA's is there, without loading anything."""
     return not os.environ.get("CUTAWAY_CPU") and any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"))
+
+
+def processor() -> tuple[str, int]:
+    """Its name as the system tells it, and the cores that this process may use. The engine's own `cores` is not at hand before
+    anything is set up."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return found[1].strip() if found else platform.processor() or platform.machine(), cores
 
 
 @cache

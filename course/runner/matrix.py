@@ -5,15 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import platform
 import re
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from course.runner.checking import Measure, Result
 from course.runner.declaration import ROOT, Track
+from course.runner.environment import card, processor
 from course.runner.report import headline
 from course.runner.terminal import figure, gate_of
 
@@ -25,23 +24,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def machine(gpu: bool) -> dict[str, Any]:
     """What was measured on. name: short, for file names."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
-    cpu = found[1] if found else platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    card = ""
-    if gpu:
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
-        )
-        card = asked.stdout.strip().partition("\n")[0]
-    short = re.sub(r"\(.*?\)|processor|cpu|@.*", "", card or cpu, flags=re.IGNORECASE)
+    cpu, cores = processor()
+    gpu_name = card()[0] if gpu else ""
+    short = re.sub(r"\(.*?\)|processor|cpu|@.*", "", gpu_name or cpu, flags=re.IGNORECASE)
     name = re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-")
     return {
-        "name": name if card else f"{name}-{cores}c",
+        "name": name if gpu_name else f"{name}-{cores}c",
         "cpu": cpu,
         "cores": cores,
-        "gpu": card,
+        "gpu": gpu_name,
         "system": f"{platform.system()} {platform.release()}",
     }
 
